@@ -1,0 +1,63 @@
+# make demo and make test each set up everything they need; make help lists the rest.
+PYTHON ?= python3
+VENV ?= .venv
+# An extra package index that has the CPU build of torch, for machines whose default index does not.
+TORCH_INDEX ?=
+JOBS ?= 2
+SUITE_SECONDS ?= 1200
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := timeout --kill-after=20 $(SUITE_SECONDS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+RUN_STAMP := $(VENV)/.ninfer-run-stamp
+TEST_STAMP := $(VENV)/.ninfer-test-stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test demo test test-slow unit lint bench clean distclean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) PYTEST_ARGS=$(PYTEST_ARGS)"
+
+setup: $(RUN_STAMP)  ## install the three commands with the CPU backend into $(VENV)
+
+setup-test: $(TEST_STAMP)  ## the same with the test tools
+
+demo: $(RUN_STAMP)  ## plan, build, verify, index and generate on the tiny checkpoints
+	@$(BIN)/python scripts/demo.py
+
+test: lint unit  ## lint, types and the test suite
+
+unit: $(TEST_STAMP)  ## the test suite alone; PYTEST_ARGS adds options
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: $(TEST_STAMP)  ## the tests of minutes and gigabytes
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP)  ## ruff and mypy --strict over the tree
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove build output and caches, keep the environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environment too
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than Python 3.11; choose another with make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# pip reads dependency groups since 25.1.
+$(RUN_STAMP): pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(PIP) install 'pip>=25.1'
+	$(PIP) install -c constraints/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) install -c constraints/cpu.txt -e '.[convert,cpu]'
+	@touch $@
+
+$(TEST_STAMP): $(RUN_STAMP)
+	$(PIP) install -c constraints/cpu.txt --group test
+	@touch $@
