@@ -94,7 +94,8 @@ def numeric_format(name: str) -> NumericFormat:
     try:
         return NUMERIC_FORMATS[name]
     except KeyError:
-        raise RegistryError(f"unknown numeric format {name!r}; this release knows {', '.join(NUMERIC_FORMATS)}") from None
+        known = ", ".join(NUMERIC_FORMATS)
+        raise RegistryError(f"unknown numeric format {name!r}; this release knows {known}") from None
 
 
 def layout_named(name: str) -> Layout:
