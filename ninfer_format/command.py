@@ -90,7 +90,8 @@ def progress_bytes(total: int, description: str, *, quiet: bool = False) -> Iter
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     numbers = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), *numbers, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), *numbers, console=console, transient=True)
     with bar as progress:
         task = progress.add_task(description, total=total)
         yield lambda n_bytes: progress.advance(task, n_bytes)
