@@ -1,0 +1,1 @@
+"""From a checkpoint folder to a .ninfer artifact: plan, quantize, write atomically, report."""
