@@ -1,0 +1,81 @@
+"""From a checkpoint folder to text: plan, build, verify, index and generate on the tiny checkpoints of examples/tiny.
+
+    python scripts/demo.py [--only dense|moe]
+
+Prints every command before it runs it, and ends with 1 when a command fails or an answer is not the expected one.
+Files go to build/demo/ and are made anew each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = Path("build/demo")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what its answer must contain."""
+
+    text: str
+    expected: str
+    options: tuple[str, ...] = ("--no-thinking",)
+
+
+QUESTIONS = (
+    Question("What is the capital of France?", "Paris"),
+    Question("What is 17 + 15?", "32", options=()),
+    Question("Tell me a story about a fox and a silver bell.", "they became friends"),
+)
+
+
+def run(*arguments: str) -> str:
+    """Print a command, run it with its output shown, and return its stdout; SystemExit with its code when it fails."""
+    print(f"\n$ {shlex.join(arguments)}", flush=True)
+    shown = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    sys.stdout.write(shown.stdout)
+    sys.stdout.flush()
+    if shown.returncode:
+        sys.exit(f"demo: {arguments[0]} ended with {shown.returncode}")
+    return shown.stdout
+
+
+def show(name: str) -> None:
+    """The whole way for one checkpoint: folder, plan, file, checks, answers."""
+    source, artifact = f"examples/tiny/{name}", str(OUT / f"{name}.ninfer")
+    run("ninfer-convert", "plan", source)
+    run("ninfer-convert", "build", source, artifact)
+    run("ninfer-verify", "check", artifact)
+    run("ninfer-verify", "index", artifact)
+    run("ninfer-verify", "check", "--full", artifact)
+    for question in QUESTIONS:
+        answer = run("ninfer-run", "generate", artifact, "--greedy", *question.options, "--prompt", question.text)
+        if question.expected not in answer:
+            sys.exit(f"demo: the answer to {question.text!r} lacks {question.expected!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("dense", "moe"), help="one of the two checkpoints")
+    only = parser.parse_args().only
+    # The commands of this interpreter's environment come first, whatever else the machine has.
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    shutil.rmtree(ROOT / OUT, ignore_errors=True)
+    (ROOT / OUT).mkdir(parents=True)
+    started = time.monotonic()
+    for name in (only,) if only else ("dense", "moe"):
+        show(name)
+    print(f"\ndemo: done in {time.monotonic() - started:.0f} s; the files are in {OUT}/")
+
+
+if __name__ == "__main__":
+    main()
