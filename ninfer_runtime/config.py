@@ -1,0 +1,177 @@
+"""What a user may set, validated once: ``SamplingParams`` per request, ``EngineConfig`` per process. Both frozen."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ninfer_format.errors import RequestError, UsageError
+
+Dtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["auto", "bf16", "int8", "fp6"]
+Architecture = Literal["qwen3_5", "qwen3_5_moe"]
+
+MAX_SEED = 2**64 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_CONCURRENCY = 8
+PREFILL_CHUNK_MULTIPLE = 128
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+
+
+_RANGES: Mapping[str, _Range] = {
+    "temperature": _Range(0.0, 2.0),
+    "top_p": _Range(0.0, 1.0),
+    "min_p": _Range(0.0, 1.0),
+    "presence_penalty": _Range(-2.0, 2.0),
+    "frequency_penalty": _Range(-2.0, 2.0),
+}
+_LOGIT_BIAS = _Range(-100.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence chooses its tokens; the order of the steps is that of ``specs/program.md``.
+
+    temperature        0 = argmax of the penalised logits, lowest id on ties
+    top_k              0 or -1 = off; more than the vocabulary means all of it
+    top_p, min_p       1 and 0 switch them off; at least one token always survives
+    presence_penalty, frequency_penalty   on generated tokens only, never on the prompt
+    seed               None = drawn freshly per request; otherwise the request is reproducible, whatever else runs
+    logit_bias         (token id, value) pairs added to the logits before everything else
+
+    Raises RequestError naming the field, the value and what is allowed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 20
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            _check_number(name, getattr(self, name), allowed)
+        _check_integer("top_k", self.top_k, -1, MAX_TOP_K)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, MAX_SEED)
+        seen: set[int] = set()
+        for token_id, value in self.logit_bias:
+            _check_integer("logit_bias token id", token_id, 0, MAX_TOP_K)
+            _check_number(f"logit_bias[{token_id}]", value, _LOGIT_BIAS)
+            if token_id in seen:
+                raise RequestError(f"logit_bias names token {token_id} twice; give each token one value")
+            seen.add(token_id)
+
+    @classmethod
+    def greedy(cls) -> "SamplingParams":
+        """Argmax without penalties."""
+        return cls(temperature=0.0, top_p=1.0, top_k=0)
+
+    @classmethod
+    def defaults(cls, architecture: Architecture, *, thinking: bool) -> "SamplingParams":
+        """The model authors' values for a prompt rendered in that mode (``specs/models.md``)."""
+        return DEFAULT_SAMPLING[architecture, thinking]
+
+    def merged(self, **overrides: Any) -> "SamplingParams":
+        """A copy with every override that is not None; names are those of the fields."""
+        unknown = overrides.keys() - {field.name for field in fields(self)}
+        if unknown:
+            raise RequestError(f"unknown sampling field {sorted(unknown)[0]!r}")
+        return replace(self, **{name: value for name, value in overrides.items() if value is not None})
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when no random number is drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when occurrence counts matter."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+DEFAULT_SAMPLING: Mapping[tuple[Architecture, bool], SamplingParams] = {
+    ("qwen3_5", True): SamplingParams(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=0.0),
+    ("qwen3_5", False): SamplingParams(temperature=0.7, top_p=0.80, top_k=20, presence_penalty=1.5),
+    ("qwen3_5_moe", True): SamplingParams(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5),
+    ("qwen3_5_moe", False): SamplingParams(temperature=0.7, top_p=0.80, top_k=20, presence_penalty=1.5),
+}
+"""(architecture, thinking) → the official defaults; other sizes of an architecture inherit its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything fixed when an engine starts.
+
+    backend        name in ``ninfer_runtime.backends``: "reference"
+    device         torch-style device of the backend: "cpu", "cuda", "cuda:1"
+    dtype          rounding profile of the arithmetic (``specs/models.md``)
+    kv_dtype       storage of keys and values; "auto" keeps them in ``dtype``
+    max_context    most tokens of one sequence, prompt and output together
+    kv_capacity    tokens in the shared KV pool, rounded up to pages; None = max_context × max_concurrency
+    prefill_chunk  most prompt tokens per prefill call, a multiple of 128
+    max_concurrency  sequences that can be alive at once, 1..8
+    weight_budget  bytes of decoded weights kept resident; None = half of the free memory; 0 = decode on every use
+
+    Raises UsageError naming the field, the value and what is allowed.
+    """
+
+    backend: str = "reference"
+    device: str = "cpu"
+    dtype: Dtype = "bfloat16"
+    kv_dtype: KvDtype = "auto"
+    max_context: int = 2048
+    kv_capacity: int | None = None
+    prefill_chunk: int = 1024
+    max_concurrency: int = 1
+    weight_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_option("dtype", self.dtype, ("float32", "bfloat16"))
+        _check_option("kv_dtype", self.kv_dtype, ("auto", "bf16", "int8", "fp6"))
+        _check_integer("max_context", self.max_context, 1, 2**31 - 1, UsageError)
+        _check_integer("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY, UsageError)
+        _check_integer("prefill_chunk", self.prefill_chunk, 1, 2**31 - 1, UsageError)
+        if self.prefill_chunk % PREFILL_CHUNK_MULTIPLE:
+            raise UsageError(
+                f"prefill_chunk is {self.prefill_chunk}, expected a positive multiple of {PREFILL_CHUNK_MULTIPLE}"
+            )
+        if self.kv_capacity is not None:
+            _check_integer("kv_capacity", self.kv_capacity, self.max_context, 2**40, UsageError)
+        if self.weight_budget is not None:
+            _check_integer("weight_budget", self.weight_budget, 0, 2**63 - 1, UsageError)
+
+    @property
+    def n_pages(self) -> int:
+        """KV pages of the shared pool."""
+        pages_of_one = -(-self.max_context // PAGE_TOKENS)
+        if self.kv_capacity is None:
+            return pages_of_one * self.max_concurrency
+        return -(-self.kv_capacity // PAGE_TOKENS)
+
+
+def _check_number(name: str, value: Any, allowed: _Range) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not allowed.low <= value <= allowed.high:
+        raise RequestError(f"{name} is {value!r}, expected a number from {allowed.low:g} to {allowed.high:g}")
+
+
+def _check_integer(
+    name: str, value: Any, low: int, high: int, error: type[RequestError] | type[UsageError] = RequestError
+) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise error(f"{name} is {value!r}, expected an integer from {low} to {high}")
+
+
+def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")

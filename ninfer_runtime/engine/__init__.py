@@ -1,0 +1,1 @@
+"""From requests to token events, over any ``Program``."""
