@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_convert.problems import Problem, some_names
-from ninfer_convert.safetensors_header import Header, read_header
+from ninfer_convert.safetensors_header import LFS_POINTER, Header, read_header
 from ninfer_convert.sources.bf16 import DIRECT_DTYPES, to_bf16_words
 from ninfer_format import SourceError
 
@@ -68,9 +68,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def read_json_object(path: Path, problems: list[Problem], *, advice: str = "download it again") -> dict[str, Any] | None:
+def read_json_object(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The JSON object in ``path``; None and a problem if it is absent, unreadable or something else."""
-    where = path.name
+    where, advice = path.name, "download it again"
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             problems.append(Problem("bad-json", f"the file is larger than {_MAX_JSON_BYTES} bytes", where, advice))
@@ -79,7 +79,7 @@ def read_json_object(path: Path, problems: list[Problem], *, advice: str = "down
         if not text:
             problems.append(Problem("empty-file", "the file is empty", where, advice))
             return None
-        if text.startswith(b"version https://git-lfs"):
+        if text.startswith(LFS_POINTER):
             message = "this is a Git LFS pointer, not the file itself"
             problems.append(Problem("lfs-pointer", message, where, "fetch the file with `git lfs pull`"))
             return None
@@ -172,7 +172,8 @@ class Checkpoint:
                 absent[file] = tuple(by_file[file])
                 continue
             except OSError as error:
-                header, problem = None, Problem("unreadable-file", f"cannot be read: {error.strerror}", file, "check the file")
+                message = f"cannot be read: {error.strerror}"
+                header, problem = None, Problem("unreadable-file", message, file, "check its permissions and its disk")
             if header is not None:
                 headers[file] = header
             if problem is not None:
@@ -211,7 +212,7 @@ class Checkpoint:
         """
         ref = self.tensors[name]
         if byte_begin < 0 or byte_begin + len(out) > ref.n_bytes:
-            raise ValueError(f"bytes {byte_begin}..{byte_begin + len(out)} lie outside tensor {name!r} of {ref.n_bytes}")
+            raise ValueError(f"{len(out)} bytes from {byte_begin} do not lie in {name!r} of {ref.n_bytes}")
         descriptor, done = self._descriptor(ref.file), 0
         while done < len(out):
             n = os.preadv(descriptor, [out[done:]], ref.file_offset + byte_begin + done)
@@ -241,17 +242,17 @@ class Checkpoint:
         total = ref.n_elements // width
         count = total - row_begin if n_rows is None else n_rows
         if ref.n_elements % width or row_begin < 0 or count < 0 or row_begin + count > total:
-            raise ValueError(f"rows {row_begin}..{row_begin + count} of {width} do not lie in {name!r} {list(ref.shape)}")
+            raise ValueError(f"{count} rows of {width} from {row_begin} do not lie in {name!r} {list(ref.shape)}")
         words = np.empty((count, width), np.uint16) if out is None else out.reshape(count, width)
         word_bytes = DIRECT_DTYPES[ref.dtype].itemsize
         flat, first = words.reshape(-1), row_begin * width
         if ref.dtype == "BF16":
-            self.read_into(name, first * word_bytes, memoryview(flat).cast("B"))
+            self.read_into(name, first * word_bytes, flat.view(np.uint8).data)
             return words
         for begin in range(0, flat.size, _ROUNDING_ELEMENTS):
             part = flat[begin : begin + _ROUNDING_ELEMENTS]
             stored = np.empty(part.size, DIRECT_DTYPES[ref.dtype])
-            self.read_into(name, (first + begin) * word_bytes, memoryview(stored).cast("B"))
+            self.read_into(name, (first + begin) * word_bytes, stored.view(np.uint8).data)
             part[:] = to_bf16_words(stored, where=f"tensor {name!r}", first_index=first + begin)
         return words
 

@@ -29,13 +29,15 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 
 _AGAIN = "download the file again"
-_POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
+_OTHER = "not-safetensors"
 _IMPOSTORS: Sequence[tuple[bytes, str, str, str]] = (
-    (_POINTER, "lfs-pointer", "this is a Git LFS pointer, not the file itself", "fetch the file with `git lfs pull`"),
-    (b"<", "not-safetensors", "this is an HTML or XML page, not safetensors", f"{_AGAIN}; an error page was saved instead"),
-    (b'{"', "not-safetensors", "this is a JSON text, not safetensors", f"{_AGAIN}; an error reply was saved instead"),
-    (b"GGUF", "not-safetensors", "this is a GGUF file under a safetensors name", "use the original BF16 checkpoint"),
-    (b"PK\x03\x04", "not-safetensors", "this is a zip or PyTorch archive under a safetensors name", "convert it to safetensors"),
+    (LFS_POINTER, "lfs-pointer", "this is a Git LFS pointer, not the file itself", "fetch it with `git lfs pull`"),
+    (b"<", _OTHER, "this is an HTML or XML page, not safetensors", f"{_AGAIN}; an error page was saved instead"),
+    (b'{"', _OTHER, "this is a JSON text, not safetensors", f"{_AGAIN}; an error reply was saved instead"),
+    (b"GGUF", _OTHER, "this is a GGUF file under a safetensors name", "use the original BF16 checkpoint"),
+    (b"PK\x03\x04", _OTHER, "this is a zip or PyTorch archive under a safetensors name", "save it as safetensors"),
+    (b"\x80\x02", _OTHER, "this is a Python pickle under a safetensors name", "save it as safetensors"),
 )
 
 
@@ -97,7 +99,7 @@ def _tensor(name: str, value: Any) -> HeaderTensor:
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or bits // 8 != offsets[1] - offsets[0]:
         raise _BadHeaderError(
-            f"tensor {name!r}: {dtype} {shape} takes {bits / 8:g} bytes, its data_offsets span {offsets[1] - offsets[0]}"
+            f"tensor {name!r}: {dtype} {shape} takes {bits} bits, its data_offsets span {offsets[1] - offsets[0]} bytes"
         )
     return HeaderTensor(dtype, tuple(shape), offsets[0], offsets[1])
 
@@ -105,7 +107,9 @@ def _tensor(name: str, value: Any) -> HeaderTensor:
 def _parse(text: bytes) -> dict[str, HeaderTensor]:
     """Tensors in file order, contiguous from 0; _BadHeaderError otherwise."""
     try:
-        root = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_not_integer, parse_constant=_not_integer)
+        root = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_not_integer, parse_constant=_not_integer
+        )
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _BadHeaderError(f"it is not JSON ({error})") from None
     if not isinstance(root, dict):
@@ -124,6 +128,23 @@ def _parse(text: bytes) -> dict[str, HeaderTensor]:
     return ordered
 
 
+def _impostor(start: bytes, where: str) -> Problem | None:
+    """What a file without a plausible header length is, if its first bytes tell."""
+    for magic, code, message, advice in _IMPOSTORS:
+        if start.lstrip().startswith(magic):
+            return Problem(code, message, where, advice)
+    return None
+
+
+def _bad_length(n_header: int, file_bytes: int, where: str) -> Problem:
+    message = f"its first 8 bytes announce a header of {n_header} bytes, the file has {file_bytes}"
+    if file_bytes < 8:
+        return Problem("truncated-file", f"the file has {file_bytes} bytes, too few for a header", where, _AGAIN)
+    if n_header <= MAX_HEADER_BYTES:
+        return Problem("truncated-file", message, where, _AGAIN)
+    return Problem("bad-header", f"{message}; at most {MAX_HEADER_BYTES} are allowed", where, _AGAIN)
+
+
 def read_header(path: Path, where: str) -> tuple[Header | None, Problem | None]:
     """Read the header of ``path`` (``where`` names it in messages).
 
@@ -138,16 +159,9 @@ def read_header(path: Path, where: str) -> tuple[Header | None, Problem | None]:
         return None, Problem("empty-file", "the file is empty", where, _AGAIN)
     with open(path, "rb") as file:
         start = file.read(64)
-        for magic, code, message, advice in _IMPOSTORS:
-            if start.lstrip()[: len(magic)] == magic:
-                return None, Problem(code, message, where, advice)
         n_header = int.from_bytes(start[:8], "little")
-        if size < 8 or n_header > size - 8:
-            message = f"its first 8 bytes announce a header of {n_header} bytes, the file has {size}"
-            return None, Problem("truncated-file" if n_header <= MAX_HEADER_BYTES else "not-safetensors", message, where, _AGAIN)
-        if n_header > MAX_HEADER_BYTES:
-            message = f"the header has {n_header} bytes, at most {MAX_HEADER_BYTES} are allowed"
-            return None, Problem("bad-header", message, where, _AGAIN)
+        if size < 8 or n_header > min(size - 8, MAX_HEADER_BYTES):
+            return None, _impostor(start, where) or _bad_length(n_header, size, where)
         file.seek(8)
         text = file.read(n_header)
     try:

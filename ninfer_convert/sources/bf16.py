@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format import SourceError
+from ninfer_format.numeric.direct import round_bf16
 
 DIRECT_DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BF16": np.dtype("<u2"),
@@ -14,20 +15,21 @@ DIRECT_DTYPES: Mapping[str, np.dtype[np.generic]] = {
 }
 """Safetensors dtypes that hold plain weights, as numpy reads them (BF16 as words)."""
 
+_EXPONENT = 0x7F80
+
 
 def to_bf16_words(values: NDArray[np.generic], *, where: str, first_index: int = 0) -> NDArray[np.uint16]:
     """Round F16 or F32 ``values`` to BF16 words, nearest, ties to even; NaN stays NaN and infinity infinity.
 
     SourceError if a finite value is too large for BF16; the message counts elements from ``first_index``.
     """
-    bits = values.astype(np.float32).view(np.uint32)
-    words = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    words[nan] = 0x7FC0
-    overflowed = np.flatnonzero(((words & 0x7F80) == 0x7F80) & ((bits & 0x7F800000) != 0x7F800000))
+    singles = values.astype(np.float32)
+    words = round_bf16(singles)
+    overflowed = np.flatnonzero(((words & _EXPONENT) == _EXPONENT) & np.isfinite(singles))
     if overflowed.size:
         index = int(overflowed[0])
         raise SourceError(
-            f"{where}: element {first_index + index} is {values[index]}, too large for BF16 (at most 3.3895e38)"
+            f"{where}: element {first_index + index} is {singles[index]}, beyond the largest BF16 value (3.3895e38); "
+            "the model cannot be stored in BF16, use another checkpoint"
         )
     return words
