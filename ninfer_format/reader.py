@@ -70,11 +70,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise UsageError(f"{path}: no such file") from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from None
-    stream = os.fdopen(descriptor, "rb")
     if not os.path.isfile(descriptor):
-        stream.close()
+        os.close(descriptor)
         raise UsageError(f"{path}: not a regular file")
-    return stream
+    return os.fdopen(descriptor, "rb")
 
 
 def read_header(stream: BinaryIO) -> tuple[Prefix, bytes, int]:
