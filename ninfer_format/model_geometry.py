@@ -222,7 +222,7 @@ def _text(section: _Section) -> TextGeometry:
 
 def _layer_kinds(section: _Section) -> tuple[LayerKind, ...]:
     n_layers = section.size("num_hidden_layers", MAX_LAYERS)
-    unknown: tuple[LayerKind, ...] = ("gdn",) * n_layers
+    unknown: tuple[LayerKind, ...] = tuple("gdn" for _ in range(n_layers))
     if "layer_types" not in section:
         interval = section.size("full_attention_interval", MAX_LAYERS)
         return tuple("attention" if (layer + 1) % interval == 0 else "gdn" for layer in range(n_layers))
