@@ -4,7 +4,7 @@ A recipe is an ordered list (role, format) plus exceptions for single objects. F
 published identities are the same recipes with the deviations listed here. Specification: ``specs/inventory.md``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -17,9 +17,9 @@ from ninfer_format.roles import (
     ROLES,
     Role,
     Style,
-    layer_count,
     object_name,
     role_of,
+    role_on_layer,
     role_shape,
     roles_present,
     styles_of,
@@ -173,13 +173,15 @@ def published_recipe(identity: Identity | str) -> Recipe:
 def check_recipe(geometry: ModelGeometry, recipe: Recipe) -> list[str]:
     """Problems, one sentence each: roles of no model or out of order, formats a role cannot have, idle exceptions."""
     problems = [p for role, format in recipe.formats if (p := _format_problem(geometry, role, role, format))]
+    formats = dict(recipe.formats)
     for name, format in recipe.exceptions.items():
         role, layer = role_of(name)
-        if layer is None or role not in recipe.roles or not _exists(geometry, role, layer):
-            problems.append(f"the exception {name!r} names no object of a layer of this model")
+        spec = ROLES.get(role) if role in formats else None
+        if spec is None or layer is None or not role_on_layer(geometry, spec, layer):
+            problems.append(f"the exception {name[:120]!r} names no object of a layer of this model")
         elif problem := _format_problem(geometry, name, role, format):
             problems.append(problem)
-        elif not ROLES[role].is_matrix or format == dict(recipe.formats)[role]:
+        elif format == formats[role]:
             problems.append(f"the exception {name!r} repeats the format of its role, {format}")
     if problems:
         return problems
@@ -192,12 +194,10 @@ def check_recipe(geometry: ModelGeometry, recipe: Recipe) -> list[str]:
     return []
 
 
-def _exists(geometry: ModelGeometry, role: str, layer: int) -> bool:
-    spec = ROLES[role]
-    prefix = spec.layer_prefix
-    if prefix is None or layer >= layer_count(geometry, prefix):
-        return False
-    return spec.mixer is None or geometry.text.layer_kinds[layer] == spec.mixer
+def summary(problems: Sequence[str], limit: int = 12) -> str:
+    """Problems as one text for an error message: the first ``limit``, then how many more there are."""
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
 
 
 def _format_problem(geometry: ModelGeometry, where: str, role: str, format: str) -> str | None:

@@ -306,6 +306,13 @@ def layer_count(geometry: ModelGeometry, layer_prefix: str) -> int:
     return geometry.dflash.n_layers if geometry.dflash else 0
 
 
+def role_on_layer(geometry: ModelGeometry, role: Role, layer: int) -> bool:
+    """Whether ``role`` has an object on ``layer``: the layer exists and is of the role's mixer kind."""
+    if role.layer_prefix is None or not 0 <= layer < layer_count(geometry, role.layer_prefix):
+        return False
+    return role.mixer is None or geometry.text.layer_kinds[layer] == role.mixer
+
+
 def role_shape(geometry: ModelGeometry, role: str) -> tuple[int, ...]:
     """Logical stored shape of ``role``: [output rows, input columns] for matrices, ``()`` for scalars."""
     spec = role_named(role)
