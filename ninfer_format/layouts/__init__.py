@@ -1,0 +1,1 @@
+"""Where stored words lie: one module per storage layout (specs/layouts.md)."""
