@@ -103,7 +103,7 @@ def unpack_tensor(payload: Payload, format: str, layout: str, shape: Sequence[in
     Direct words and NVFP4 codes are read-only views that keep the payload alive; grouped codes and all scales are new
     arrays. Raises RegistryError, and SignatureError also when the length is not the encoded size.
     """
-    data = _checked(payload, format, layout, shape)
+    data = checked_payload(payload, format, layout, shape)
     return CODECS[layout].unpack(data, NUMERIC_FORMATS[format], shape)
 
 
@@ -113,7 +113,7 @@ def decode_tensor(payload: Payload, format: str, layout: str, shape: Sequence[in
     Exact for every format except NVFP4, whose quotient is rounded once to float32. Words are not judged. Raises
     RegistryError or SignatureError as ``unpack_tensor``.
     """
-    data = _checked(payload, format, layout, shape)
+    data = checked_payload(payload, format, layout, shape)
     return CODECS[layout].decode(data, NUMERIC_FORMATS[format], shape)
 
 
@@ -123,7 +123,7 @@ def decode_rows(payload: Payload, format: str, layout: str, shape: Sequence[int]
     ``rows``: a slice, or row numbers in any order with repetition. Direct tensors of another rank give
     [len(rows), *shape[1:]]. UsageError for a row outside the matrix or a tensor without rows.
     """
-    data = _checked(payload, format, layout, shape)
+    data = checked_payload(payload, format, layout, shape)
     if not shape:
         raise UsageError(f"a rank-0 {format} tensor has no rows; use decode_tensor")
     return CODECS[layout].decode_rows(data, NUMERIC_FORMATS[format], shape, _row_index(rows, shape[0]))
@@ -134,7 +134,7 @@ def gather_rows(payload: Payload, format: str, shape: Sequence[int], rows: Rows)
 
     ``rows``: a slice, or row numbers in any order with repetition; at least one. UsageError for a row outside.
     """
-    data = _checked(payload, format, ROW_SPLIT, shape)
+    data = checked_payload(payload, format, ROW_SPLIT, shape)
     index = _row_index(rows, shape[0])
     n_rows = len(range(shape[0])[index]) if isinstance(index, slice) else index.size
     if not n_rows:
@@ -147,7 +147,7 @@ def slice_rows(payload: Payload, format: str, shape: Sequence[int], rows: slice)
     return gather_rows(payload, format, shape, rows)
 
 
-def _checked(payload: Payload, format: str, layout: str, shape: Sequence[int]) -> Bytes:
+def checked_payload(payload: Payload, format: str, layout: str, shape: Sequence[int]) -> Bytes:
     expected = encoded_size(format, layout, shape)
     data = np.frombuffer(payload, np.uint8)
     if data.size != expected:
