@@ -217,10 +217,8 @@ class _GroupedMatrix:
 
     def nonzero(self, tile: grouped.Tile, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """For each group of the tile that ``chosen`` [rows, groups] marks, in C order: does it hold a nonzero code?"""
-        bits: npt.NDArray[np.uint64] = np.bitwise_or.reduce(self.views.base[tile].view(np.uint64)[chosen], axis=-1)
-        if self.views.high.shape[2]:
-            bits |= np.bitwise_or.reduce(self.views.high[tile].view(np.uint64)[chosen], axis=-1)
-        return bits != 0
+        found = _any_byte(self.views.base[tile], chosen)
+        return found | _any_byte(self.views.high[tile], chosen) if self.views.high.shape[2] else found
 
     def first_nonzero(self, row: int, group: int) -> tuple[int, int]:
         """(column, byte of the object) of the first nonzero code of a group."""
@@ -328,6 +326,16 @@ def _scan_gap(scan: Scan, gap: slice) -> None:
             int(nonzero.sum()),
             f"byte {at}: {int(scan.data[at]):#04x} in the gap between planes, expected 0",
         )
+
+
+def _any_byte(plane: Bytes, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """For each chosen group of ``plane`` [rows, groups, 8 * n]: is any byte nonzero? [count] in C order."""
+    words = plane.view(np.uint64)[chosen]
+    # Word columns are ORed one by one: numpy's reduction over an axis of 4 costs ten times as much.
+    bits = words[:, 0].copy()
+    for column in range(1, words.shape[1]):
+        bits |= words[:, column]
+    return np.not_equal(bits, 0)
 
 
 def _first_of(mask: npt.NDArray[np.bool_], tile: grouped.Tile) -> tuple[int, int]:
