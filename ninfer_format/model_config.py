@@ -5,24 +5,23 @@ is computed and its recipe checked when it is made. Specification: ``specs/inven
 """
 
 import json
-import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from ninfer_format.directory import Identity
-from ninfer_format.errors import InventoryError
+from ninfer_format.errors import DirectoryError, InventoryError
 from ninfer_format.model_geometry import ModelGeometry, draft_head_rows, geometry_from_config
 from ninfer_format.published import CONFIG_RESOURCE, PUBLISHED, TOKENIZER_IDS, published_sections
 from ninfer_format.recipes import Recipe, check_recipe, published_recipe, summary
 from ninfer_format.roles import ROLES
+from ninfer_format.strict_json import parse_strict
 
 MAX_CONFIG_BYTES = 1 << 20
 """Cap of the config text: real ones are below 16 KiB, and parsing this much stays far below 100 MB."""
 TOKEN_ID_KEYS = ("image", "video", "vision_start", "vision_end")
 _MEMBERS = ("text_config", "vision_config", "token_ids", "dflash", "recipe", "draft_head_rows")
-_MAX_DIGITS = 19
 MAX_DEPTH = 32
 
 
@@ -181,23 +180,13 @@ def _recipe(value: Any, name: str) -> Recipe:
 
 
 def _parse(text: bytes | memoryview) -> Any:
-    """JSON with unique members and finite numbers; unlike the directory, a config may hold reals."""
+    """Strict JSON as in the directory, but with finite reals: a config has some."""
     if len(text) > MAX_CONFIG_BYTES:
         raise InventoryError(f"{CONFIG_RESOURCE} has {len(text)} bytes; the limit is {MAX_CONFIG_BYTES}")
     try:
-        document = json.loads(
-            str(text, "utf-8"),
-            object_pairs_hook=_unique,
-            parse_int=_integer,
-            parse_float=_real,
-            parse_constant=_constant,
-        )
-    except UnicodeDecodeError as error:
-        raise InventoryError(f"{CONFIG_RESOURCE} is not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise InventoryError(f"{CONFIG_RESOURCE} is not JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise InventoryError(f"{CONFIG_RESOURCE} is nested too deeply") from None
+        document = parse_strict(bytes(text), what=CONFIG_RESOURCE, reals=True)
+    except DirectoryError as error:
+        raise InventoryError(str(error)) from None
     _check_depth(document)
     return document
 
@@ -214,31 +203,3 @@ def _check_depth(document: Any) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise InventoryError(f"{CONFIG_RESOURCE} is nested more than {MAX_DEPTH} levels deep")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in members:
-            raise InventoryError(f"{CONFIG_RESOURCE}: member {key[:120]!r} appears twice in one object")
-        members[key] = value
-    return members
-
-
-def _integer(text: str) -> int:
-    if text == "-0" or len(text.lstrip("-")) > _MAX_DIGITS:
-        raise InventoryError(
-            f"{CONFIG_RESOURCE}: the integer {text[:24]} is not a plain one of at most {_MAX_DIGITS} digits"
-        )
-    return int(text)
-
-
-def _real(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise InventoryError(f"{CONFIG_RESOURCE}: the number {text[:24]} is beyond the range of a double")
-    return value
-
-
-def _constant(text: str) -> NoReturn:
-    raise InventoryError(f"{CONFIG_RESOURCE}: {text} is not JSON")
