@@ -1,20 +1,40 @@
-"""The conversion plan: everything that is known and checked before a byte of output is written."""
+"""The conversion plan: everything that is known and checked before a byte of output is written.
+
+``make_plan`` reads headers, config and frontend files only (and compares the two where a head is stored beside a tied
+embedding). It collects every problem instead of stopping at the first. Specification: ``specs/conversion.md``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_convert.checkpoint import Checkpoint
+from ninfer_convert.draft_head import Ranking, draft_ids, load_ranking, no_ranking
 from ninfer_convert.families import ObjectSource
+from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_sources
+from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources, spelling
+from ninfer_convert.families.sections import ModelSections, read_sections
+from ninfer_convert.identity import Choice, Evidence, Wishes, choose_identity, config_differs
+from ninfer_convert.locate import Location, locate
+from ninfer_convert.memory import CHUNK_BYTES, peak_memory
+from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
 from ninfer_convert.problems import PlanError, Problem
-from ninfer_format import Identity, Inventory, ModelConfig
+from ninfer_convert.resources import Frontend, read_frontend
+from ninfer_convert.sources.markers import plain_despite_config, quantized_problem
+from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError
+from ninfer_format.inventory import plan_inventory
+from ninfer_format.model_config import published_config
+from ninfer_format.model_geometry import draft_head_rows, inspect_config
+from ninfer_format.published import CONFIG_RESOURCE, published
+from ninfer_format.recipes import recipe_for
 
-CHUNK_BYTES = 32 << 20
-"""Default size of a quantization chunk, in bytes of BF16 source words."""
+__all__ = ["BuildOptions", "ConversionPlan", "PlanError", "Problem", "Target", "make_plan", "peak_memory"]
+
+_COMPARE_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,9 @@ class Target:
     resources: Mapping[str, bytes]
     """Payloads by object name, ``model/config.json`` included."""
     draft_ids: NDArray[np.int32] | None
+    """[draft head rows]; None only in a plan with problems."""
+    ranking: Ranking | None
+    """What ordered ``draft_ids``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +91,11 @@ class ConversionPlan:
     notes: tuple[str, ...] = ()
     """Decisions a user should know: ignored files, tied head, ranking used, rounded dtypes, inferred identity."""
     memory_bytes: int = 0
-    """Peak resident memory that ``build`` stays below (``peak_memory``)."""
+    """Resident memory that ``build`` stays below (``peak_memory``)."""
     output_bytes: int = 0
     """Exact size of the finished file."""
     disk_bytes: int = 0
-    """Free space needed in the output folder: the temporary file and the journal."""
+    """Free space needed in the output folder: the temporary file, the journal and the report."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of every frontend resource, by object name."""
 
@@ -89,3 +112,228 @@ class ConversionPlan:
         if self.dflash is None:
             raise ValueError(f"object {source.name!r} needs the DFlash companion, which the plan lacks")
         return self.dflash
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What was read, and the findings so far."""
+
+    options: BuildOptions
+    location: Location
+    checkpoint: Checkpoint
+    dflash: Checkpoint | None
+    problems: list[Problem]
+    notes: list[str]
+
+
+def make_plan(options: BuildOptions) -> ConversionPlan:
+    """Plan the conversion that ``options`` describe.
+
+    UsageError or SourceError if there is no such folder; everything else that is wrong is in ``problems``.
+    """
+    location = locate(options.source)
+    dflash = Checkpoint.open(locate(options.dflash).folder) if options.dflash is not None else None
+    read = _Sources(options, location, Checkpoint.open(location.folder), dflash, [], [])
+    read.problems.extend(read.checkpoint.problems)
+    for checkpoint in (read.checkpoint, *([dflash] if dflash else [])):
+        if checkpoint.ignored:
+            read.notes.append(f"ignored, not named by the index: {', '.join(checkpoint.ignored)}")
+    if dflash is not None:
+        read.problems.extend(Problem(p.code, p.message, f"DFlash {p.where}", p.advice) for p in dflash.problems)
+    target, frontend = _plan_target(read)
+    if target is None:
+        check_absent(read.checkpoint, None, (), read.problems, read.notes)
+    output = target.inventory.file_bytes if target else 0
+    disk = output + SIDE_FILES_BYTES if target else 0
+    if options.out is not None:
+        folders = [c.folder for c in (read.checkpoint, dflash) if c is not None]
+        check_output(options.out, folders, force=options.force, problems=read.problems)
+        check_space(options.out, disk, read.problems)
+    memory = peak_memory(target.inventory, options.jobs, options.chunk_bytes, options.device) if target else 0
+    return ConversionPlan(
+        options,
+        read.checkpoint,
+        dflash,
+        target,
+        tuple(dict.fromkeys(read.problems)),
+        tuple(read.notes),
+        memory,
+        output,
+        disk,
+        frontend.digests,
+    )
+
+
+def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
+    options, config = read.options, read.checkpoint.config
+    sections = None
+    if config is not None:
+        sections = read_sections(
+            config, no_mtp=options.no_mtp, no_vision=options.no_vision, problems=read.problems, notes=read.notes
+        )
+    vision = not options.no_vision and (sections is None or sections.vision_config is not None)
+    frontend = read_frontend(read.location.folder, vision=vision, problems=read.problems, notes=read.notes)
+    if sections is None or config is None or (read.dflash is not None and read.dflash.config is None):
+        return None, frontend
+    evidence = Evidence(
+        read.location.name,
+        sections,
+        config,
+        read.dflash.config if read.dflash is not None else None,
+        frontend,
+        all(ref.dtype == "BF16" for ref in read.checkpoint.tensors.values()),
+    )
+    wishes = Wishes(options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision)
+    choice = choose_identity(wishes, evidence, read.problems, read.notes)
+    planned = _published(choice, frontend) if choice.published else _custom(choice, evidence, read)
+    if planned is None:
+        return None, frontend
+    model, inventory, resources = planned
+    stored = read.checkpoint.tensors.keys() | read.checkpoint.unavailable
+    names = spelling(stored, tied=sections.tied and not choice.published)
+    source_map = object_sources(model, inventory, stored, names)
+    if choice.published and config_differs(read.problems):
+        check_absent(read.checkpoint, None, (), read.problems, read.notes)
+    else:
+        _check_tensors(read, choice, model, names, source_map)
+    ids, ranking = _draft(read, model, frontend)
+    target = Target(inventory.identity, choice.published, model, inventory, source_map.sources, resources, ids, ranking)
+    return target, frontend
+
+
+_Planned = tuple[ModelConfig, Inventory, Mapping[str, bytes]]
+
+
+def _published(choice: Choice, frontend: Frontend) -> _Planned:
+    """A published contract with this checkpoint's frontend files; absent ones count with their published sizes."""
+    sizes = {name: resource.n_bytes for name, resource in published(choice.identity).resources.items()}
+    sizes |= {name: len(payload) for name, payload in frontend.payloads.items()}
+    inventory = plan_inventory(choice.identity, resources=sizes)
+    return published_config(choice.identity), inventory, frontend.payloads
+
+
+def _custom(choice: Choice, evidence: Evidence, read: _Sources) -> _Planned | None:
+    """A custom artifact: geometry from the config, recipe by name, and the config as a resource."""
+    sections = evidence.sections
+    advice = "use a config.json of the Qwen3.5, 3.6 or 3.8 family"
+    vocab_rows = sections.text_config.get("vocab_size")
+    n_ids = evidence.frontend.n_ids
+    if type(vocab_rows) is int and n_ids > vocab_rows:
+        message = f"the tokenizer has {n_ids} ids, the embedding {vocab_rows} rows"
+        fix = "use the tokenizer files of this checkpoint"
+        read.problems.append(Problem("tokenizer-too-large", message, "tokenizer.json, tokenizer_config.json", fix))
+        n_ids = 0
+    rows = draft_head_rows(n_ids or (vocab_rows if type(vocab_rows) is int and vocab_rows > 0 else 1))
+    token_ids = sections.token_ids
+    if sections.vision_config is not None and token_ids is None:
+        token_ids = dict.fromkeys(("image", "video", "vision_start", "vision_end"), 0)  # already a problem
+    geometry, wrong = inspect_config(sections.text_config, sections.vision_config, evidence.dflash_config, rows)
+    wrong = wrong or _between(sections, evidence.dflash_config)
+    if geometry is None or wrong:
+        read.problems.extend(Problem("bad-config", message, "config.json", advice) for message in wrong)
+        return None
+    if geometry.architecture != sections.architecture:
+        message = f"the root says {sections.architecture}, text_config describes {geometry.architecture}"
+        read.problems.append(Problem("bad-config", message, "config.json", advice))
+        return None
+    if geometry.text.n_experts and geometry.dflash is None:
+        read.notes.append("no DFlash companion is given: the artifact has no dflash objects")
+    try:
+        recipe = recipe_for(geometry, choice.recipe)
+        model = ModelConfig(
+            sections.text_config, sections.vision_config, token_ids, evidence.dflash_config, recipe, rows
+        )
+        resources = {**evidence.frontend.payloads, CONFIG_RESOURCE: model.to_json()}
+        sizes = {name: len(payload) for name, payload in resources.items()}
+        inventory = plan_inventory(geometry, recipe, identity=choice.identity, resources=sizes)
+    except InventoryError as error:
+        read.problems.append(Problem("bad-config", str(error), "config.json", advice))
+        return None
+    return model, inventory, resources
+
+
+def _between(sections: ModelSections, dflash: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Members of the companion's config that do not go with the target's."""
+    if dflash is None:
+        return ()
+    pairs = (("vocab_size", "vocab_size"), ("num_target_layers", "num_hidden_layers"))
+    text = sections.text_config
+    return tuple(
+        f"the DFlash companion's {theirs} is {dflash[theirs]!r:.40}, the model's {ours} is {text.get(ours)}"
+        for theirs, ours in pairs
+        if dflash.get(theirs) is not None and dflash[theirs] != text.get(ours)
+    )
+
+
+def _check_tensors(read: _Sources, choice: Choice, model: ModelConfig, names: Names, source_map: SourceMap) -> None:
+    """Everything about stored tensors: quantized or plain, missing, misshapen, of another dtype, left over."""
+    prefixes = converted_prefixes(model, names, "base")
+    if problem := quantized_problem(read.checkpoint, prefixes):
+        read.problems.append(problem)
+        check_absent(read.checkpoint, source_map.shapes["base"], (), read.problems, read.notes)
+        return
+    if note := plain_despite_config(read.checkpoint):
+        read.notes.append(note)
+    optional = (
+        OptionalPart("mtp.", "--no-mtp", "the MTP draft layer"),
+        OptionalPart(names.vision, "--no-vision", "image and video input"),
+    )
+    moe = model.geometry.architecture == "qwen3_5_moe"
+    rules = SourceRules(
+        bf16_only=choice.published,
+        exact_names=choice.published and moe,
+        errors_under=() if choice.published else prefixes,
+        optional=() if read.options.identity is not None and choice.published else optional,
+    )
+    shapes = source_map.shapes["base"]
+    also_used = (names.lm_head,) if names.tied else ()
+    check_sources(read.checkpoint, shapes, also_used, rules, read.problems, read.notes)
+    if names.tied:
+        _check_tied(read, names)
+    if read.dflash is not None:
+        inner = SourceRules(choice.published, choice.published, converted_prefixes(model, names, "dflash"), ())
+        check_sources(read.dflash, source_map.shapes["dflash"], (), inner, read.problems, read.notes)
+
+
+def _check_tied(read: _Sources, names: Names) -> None:
+    """A head stored beside a tied embedding must equal it, word for word."""
+    embedding, head = read.checkpoint.tensors.get(names.embedding), read.checkpoint.tensors.get(names.lm_head)
+    if head is None or embedding is None:
+        read.notes.append(f"tied embeddings: the output head is made from {names.embedding}")
+        return
+    difference = None
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        difference = f"it is {head.dtype} {list(head.shape)}, the embedding {embedding.dtype} {list(embedding.shape)}"
+    elif not any(p.where in (head.file, embedding.file) for p in read.checkpoint.problems):
+        rows = head.shape[0] if head.shape else 0
+        for begin in range(0, rows, _COMPARE_ROWS):
+            count = min(_COMPARE_ROWS, rows - begin)
+            words = (read.checkpoint.read_words(name, begin, count) for name in (names.lm_head, names.embedding))
+            unequal = np.flatnonzero((next(words) != next(words)).any(axis=1))
+            if unequal.size:
+                difference = f"row {begin + int(unequal[0])} differs from the embedding's"
+                break
+    if difference is None:
+        read.notes.append(f"tied embeddings: {names.lm_head} equals {names.embedding}, which the head is made from")
+        return
+    message = f"tie_word_embeddings is true, but a separate head is stored: {difference}"
+    advice = 'set "tie_word_embeddings": false in config.json if the stored head is the right one'
+    read.problems.append(Problem("tied-head-differs", message, names.lm_head, advice))
+
+
+def _draft(read: _Sources, model: ModelConfig, frontend: Frontend) -> tuple[NDArray[np.int32] | None, Ranking | None]:
+    """Draft ids and what ranked them; (None, None) and a problem if they cannot be chosen."""
+    vocab_rows, n_ids = model.geometry.text.vocab_rows, frontend.n_ids
+    if not 0 < n_ids <= vocab_rows:
+        return None, None  # already a problem
+    path = read.options.ranking
+    try:
+        ranking = no_ranking(n_ids) if path is None else load_ranking(path, vocab_rows=vocab_rows, n_ids=n_ids)
+        ids = draft_ids(ranking, model.draft_head_rows, frontend.forced)
+    except (NinferError, OSError) as error:
+        advice = "give a counts file of this vocabulary or a .ninfer artifact with the same tokenizer"
+        where = str(path) if path is not None else "draft head"
+        read.problems.append(Problem("bad-ranking", str(error), where, advice))
+        return None, None
+    read.notes.append(f"draft head ranking: {ranking.label}")
+    return ids, ranking

@@ -166,13 +166,19 @@ class Names:
 
     text: str
     vision: str
-    head: str
+    lm_head: str
+    """Where a head of its own would be."""
     tied: bool
 
     @property
     def embedding(self) -> str:
         """Name of the token embedding."""
         return self.text + "embed_tokens.weight"
+
+    @property
+    def head(self) -> str:
+        """Name of the tensor that the output head is made from."""
+        return self.embedding if self.tied else self.lm_head
 
 
 _TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."), ("model.", ""))
@@ -187,8 +193,7 @@ def spelling(stored: Container[str], *, tied: bool) -> Names:
     found = (p for p in _TEXT_PREFIXES if p[0] + "embed_tokens.weight" in stored)
     text, root = next(found, _TEXT_PREFIXES[0])
     vision = next((p for p in _VISION_PREFIXES if p + "patch_embed.proj.weight" in stored), _VISION_PREFIXES[0])
-    head = text + "embed_tokens.weight" if tied else root + "lm_head.weight"
-    return Names(text, vision, head, tied)
+    return Names(text, vision, root + "lm_head.weight", tied)
 
 
 @dataclass(slots=True)
@@ -199,13 +204,13 @@ class SourceMap:
     shapes: dict[Origin, dict[str, Shape]] = field(default_factory=lambda: {"base": {}, "dflash": {}})
 
 
-def object_sources(config: ModelConfig, inventory: Inventory, stored: Container[str], *, tied: bool) -> SourceMap:
+def object_sources(config: ModelConfig, inventory: Inventory, stored: Container[str], names: Names) -> SourceMap:
     """Where every object of ``inventory`` comes from, for a checkpoint with the tensor names ``stored``.
 
-    ``stored`` only decides how prefixes and expert banks are spelled; whether the tensors exist with the shapes of
-    the result is for the caller to check. ``tied``: the head is taken from the embedding.
+    ``stored`` only decides how expert banks are spelled; whether the tensors exist with the shapes of the result is
+    for the caller to check.
     """
-    geometry, names, result = config.geometry, spelling(stored, tied=tied), SourceMap()
+    geometry, result = config.geometry, SourceMap()
     sources = []
     for entry in inventory.objects:
         if isinstance(entry, ResourceEntry):
