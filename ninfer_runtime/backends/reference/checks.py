@@ -1,0 +1,101 @@
+"""The rules of the seam, checked before anything is computed; every breach is a ContractError naming both sides."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_runtime.backends.base import ContractError, Int32s, PrefillChunk, ProgramLimits, Round
+from ninfer_runtime.config import PAGE_TOKENS
+from ninfer_runtime.models.spec import ModelSpec
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ContractError(message) unless ``condition`` holds."""
+    if not condition:
+        raise ContractError(message)
+
+
+def check_array(name: str, value: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
+    """Type and shape of an array at the seam."""
+    require(
+        value.dtype == dtype and value.shape == shape,
+        f"{name} is {value.dtype}{list(value.shape)}, expected {np.dtype(dtype).name}{list(shape)}",
+    )
+
+
+def check_ids(name: str, ids: Int32s, limit: int) -> None:
+    """Every id in 0 .. limit - 1."""
+    bad = ids[(ids < 0) | (ids >= limit)]
+    require(bad.size == 0, f"{name} holds {bad[:1].tolist()}, expected 0 to {limit - 1}")
+
+
+def check_pages(name: str, pages: Int32s, n_tokens: int, limits: ProgramLimits) -> None:
+    """Pages that hold ``n_tokens`` tokens: present, existing, distinct, within the context."""
+    require(n_tokens <= limits.max_context, f"{name} reaches {n_tokens} tokens, the program holds {limits.max_context}")
+    needed = -(-n_tokens // PAGE_TOKENS)
+    require(pages.size >= needed, f"{name} has {pages.size} pages, {n_tokens} tokens need {needed}")
+    check_ids(name, pages[:needed], limits.n_pages)
+    require(len(set(pages[:needed].tolist())) == needed, f"{name} names a page twice: {pages[:needed].tolist()}")
+
+
+def check_slot(slot: int, limits: ProgramLimits, busy: Iterable[int]) -> None:
+    """The slot exists and takes part in no uncommitted round."""
+    require(0 <= slot < limits.n_slots, f"slot {slot} does not exist, the program has {limits.n_slots}")
+    require(slot not in busy, f"slot {slot} is part of a round that is neither committed nor rolled back")
+
+
+def check_prefill(chunk: PrefillChunk, length: int, limits: ProgramLimits, spec: ModelSpec) -> None:
+    """Shapes, ids and continuity of a prompt chunk."""
+    n_tokens = len(chunk.token_ids)
+    require(
+        1 <= n_tokens <= limits.prefill_chunk,
+        f"the chunk has {n_tokens} tokens, expected 1 to {limits.prefill_chunk}",
+    )
+    check_array("token_ids", chunk.token_ids, np.int32, (n_tokens,))
+    check_ids("token_ids", chunk.token_ids, spec.text.vocab_rows)
+    require(chunk.start == length, f"the chunk starts at {chunk.start}, slot {chunk.slot} holds {length} tokens")
+    check_pages("pages", chunk.pages, chunk.start + n_tokens, limits)
+    if chunk.positions is not None:
+        check_array("positions", chunk.positions, np.int32, (3, n_tokens))
+    if chunk.embeddings is not None:
+        indices, rows = chunk.embeddings.indices, chunk.embeddings.rows
+        check_array("embeddings.indices", indices, np.int32, (len(indices),))
+        check_ids("embeddings.indices", indices, n_tokens)
+        check_array("embeddings.rows", rows, np.float32, (len(indices), spec.text.hidden))
+    if chunk.logits_mask is not None:
+        check_array("logits_mask", chunk.logits_mask, np.uint32, (mask_words(spec),))
+
+
+def mask_words(spec: ModelSpec) -> int:
+    """uint32 words of a logits mask over all head rows."""
+    return -(-spec.text.vocab_rows // 32)
+
+
+def check_round(round_: Round, limits: ProgramLimits, spec: ModelSpec) -> None:
+    """Everything about a round that does not depend on a previous one."""
+    b = round_.n_rows
+    require(1 <= b <= limits.max_rows, f"the round has {b} rows, expected 1 to {limits.max_rows}")
+    require(round_.token_ids.ndim == 2, f"token_ids has {round_.token_ids.ndim} dims, expected [B, q]")
+    q = round_.token_ids.shape[1]
+    require(1 <= q <= limits.max_columns, f"the round has {q} columns, expected 1 to {limits.max_columns}")
+    check_array("token_ids", round_.token_ids, np.int32, (b, q))
+    for name in ("slots", "n_columns", "starts", "rope_deltas", "budget"):
+        check_array(name, getattr(round_, name), np.int32, (b,))
+    check_array("pages", round_.pages, np.int32, (b, round_.pages.shape[-1]))
+    require(len(set(round_.slots.tolist())) == b, f"slots {round_.slots.tolist()} are not distinct")
+    wide = round_.n_columns[(round_.n_columns < 1) | (round_.n_columns > q)]
+    require(wide.size == 0, f"n_columns holds {wide[:1].tolist()}, expected 1 to {q}")
+    require(len(round_.sampling) == b, f"{len(round_.sampling)} sampling sets for {b} rows")
+    require(len(round_.stop_ids) == b, f"{len(round_.stop_ids)} stop sets for {b} rows")
+    if round_.logits_mask is not None:
+        check_array("logits_mask", round_.logits_mask, np.uint32, (b, q, mask_words(spec)))
+
+
+def check_row(
+    b: int, token_ids: Int32s, start: int, length: int, pages: Int32s, limits: ProgramLimits, spec: ModelSpec
+) -> None:
+    """One row that will be evaluated, after a previous round has been taken into account."""
+    require(start == length, f"row {b} starts at {start}, its slot holds {length} tokens")
+    check_pages(f"pages of row {b}", pages, start + len(token_ids), limits)
+    check_ids(f"token_ids of row {b}", token_ids, spec.text.vocab_rows)

@@ -1,0 +1,126 @@
+"""What a reference program will hold, in bytes, from the model and the limits alone."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ninfer_format.directory import TensorEntry
+from ninfer_format.errors import UsageError
+from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, MemoryPlan, ProgramLimits, ProgramOptions
+from ninfer_runtime.models.binder import BoundModel
+from ninfer_runtime.models.moe import MoeWeights
+from ninfer_runtime.models.qwen3_5 import MlpWeights
+from ninfer_runtime.models.spec import ModelSpec
+from ninfer_runtime.models.views import View
+
+from .linear import ROW_TILE
+from .numerics import TORCH_DTYPES
+from .weights import BLOCK_BYTES
+
+FLOAT32_BYTES = 4
+KV_DTYPES = {"auto": None, "bf16": torch.bfloat16}
+
+
+def kv_dtype(options: ProgramOptions) -> torch.dtype:
+    """Storage type of keys and values; UsageError for formats this backend does not have."""
+    if options.kv_dtype not in KV_DTYPES:
+        raise UsageError(
+            f"kv_dtype {options.kv_dtype!r} is not part of the reference backend, expected {' or '.join(KV_DTYPES)}"
+        )
+    return KV_DTYPES[options.kv_dtype] or TORCH_DTYPES[options.dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def matrices(model: BoundModel) -> dict[str, int]:
+    """Elements of every stored matrix the text model multiplies with, by object name."""
+    views: list[View] = [model.output_head]
+    for layer in model.layers:
+        ffn = layer.ffn
+        views += [getattr(layer.mixer, name) for name in type(layer.mixer).__slots__ if name != "convolution"]
+        if isinstance(ffn, MoeWeights):
+            views += [ffn.router, ffn.shared_gate, ffn.routed_gate_up, ffn.routed_down]
+            ffn = ffn.shared
+        views += [getattr(ffn, name) for name in MlpWeights.__slots__]
+    sizes: dict[str, int] = {}
+    for view in views:
+        entry = model.artifact.objects[view.name]
+        if isinstance(entry, TensorEntry) and len(entry.shape) == 2:
+            sizes[view.name] = entry.shape[0] * entry.shape[1]
+    return sizes
+
+
+def plan_memory(model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
+    """The plan of ``MemoryPlan``; weights are what stays decoded, at most the budget."""
+    spec, size = model.spec, TORCH_DTYPES[options.dtype].itemsize
+    device = torch_device(options.device)
+    decoded = sum(matrices(model).values()) * size
+    budget = free_memory(device) // 2 if options.weight_budget is None else options.weight_budget
+    one_state = state_bytes(spec, size)
+    text, n_attention = spec.text, len(spec.attention_layers)
+    page = 2 * n_attention * text.n_kv_heads * limits.page_tokens * text.head_dim * kv_dtype(options).itemsize
+    counts = limits.n_slots * text.vocab_rows * FLOAT32_BYTES
+    return MemoryPlan(
+        limits=limits,
+        options=options,
+        weight_bytes=min(decoded, budget),
+        state_bytes=limits.n_slots * one_state + counts,
+        kv_bytes=limits.n_pages * page,
+        workspace_bytes=workspace_bytes(spec, limits, size),
+        device_snapshot_bytes=limits.device_snapshots * one_state,
+        host_snapshot_bytes=limits.host_snapshots * one_state,
+    )
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name; UsageError when torch does not have it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"unknown device {name!r}, expected cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {name!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the reference backend does not run on {name!r}, expected cpu, cuda or cuda:N")
+    return device
+
+
+def state_bytes(spec: ModelSpec, size: int) -> int:
+    """One slot: convolution columns in the program's dtype and float32 matrices, over all DeltaNet layers."""
+    t = spec.text
+    matrix = t.gdn_value_heads * t.gdn_key_dim * t.gdn_value_dim * FLOAT32_BYTES
+    return len(spec.gdn_layers) * ((t.conv_taps - 1) * spec.conv_channels * size + matrix)
+
+
+def record_bytes(spec: ModelSpec, size: int) -> int:
+    """What one column of a round leaves behind for its commit."""
+    t = spec.text
+    heads = t.gdn_value_heads * (t.gdn_key_dim + t.gdn_value_dim + 2) * FLOAT32_BYTES
+    return len(spec.gdn_layers) * (spec.conv_channels * size + heads)
+
+
+def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, size: int) -> int:
+    """Upper estimate of what a call holds beside the plan: activations, gathered keys, a decoded block, logits."""
+    t = spec.text
+    columns = max(limits.prefill_chunk, limits.max_rows * limits.max_columns, ROW_TILE)
+    attention = 2 * t.n_heads * t.head_dim + 2 * t.n_kv_heads * t.head_dim
+    value = t.gdn_value_heads * t.gdn_value_dim
+    feed_forward = t.mlp_width or max(t.shared_width, t.experts_per_token * t.expert_width)
+    widest = max(2 * attention, 3 * spec.conv_channels + 3 * value, 3 * feed_forward)
+    activations = columns * (3 * t.hidden + widest) * FLOAT32_BYTES
+    gathered = 2 * t.n_kv_heads * limits.max_context * t.head_dim * FLOAT32_BYTES
+    records = MAX_ROUNDS_IN_FLIGHT * limits.max_rows * limits.max_columns * record_bytes(spec, size)
+    logits = max(ROW_TILE, limits.max_rows * limits.max_columns) * t.vocab_rows * FLOAT32_BYTES
+    return activations + gathered + records + logits + 3 * BLOCK_BYTES + state_bytes(spec, size)

@@ -1,0 +1,82 @@
+"""What a row emits from its columns' logits: draws, accepted drafts, and why it ended."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ninfer_runtime.backends.base import Float32s, Int32s, RowStatus, Uint32s
+from ninfer_runtime.config import SamplingParams
+
+from .sampling import Counts, sample
+
+
+@dataclass(frozen=True, slots=True)
+class RowTask:
+    """One row of a round, everything resolved.
+
+    token_ids    its inputs, int32 [n_columns]
+    start        index of column 0
+    counts       occurrence counts of the slot, int32 [V]; not modified
+    masks        uint32 [q, words] or None
+    """
+
+    token_ids: Int32s
+    start: int
+    params: SamplingParams
+    counts: Counts
+    stop_ids: frozenset[int]
+    budget: int
+    masks: Uint32s | None
+
+    def mask(self, column: int) -> Uint32s | None:
+        """The mask of one column."""
+        return None if self.masks is None else self.masks[column]
+
+
+@dataclass(slots=True)
+class RowOutcome:
+    """Tokens a row emitted, from which columns, and why it stopped."""
+
+    tokens: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    accepted: int = 0
+    status: RowStatus = RowStatus.RUNNING
+
+
+def verify_row(task: RowTask, logits: Float32s) -> RowOutcome:
+    """Draw column by column while the next input equals the draw; logits float32 [n_columns, n addressable]."""
+    out, counts = RowOutcome(), task.counts
+    for i in range(len(task.token_ids)):
+        if not np.isfinite(logits[i]).all():
+            out.status = RowStatus.NOT_FINITE
+            return out
+        token = sample(logits[i], task.params, counts, task.start + i + 1, task.mask(i))
+        _emit(out, task, token, i)
+        is_draft_right = i + 1 < len(task.token_ids) and int(task.token_ids[i + 1]) == token
+        out.accepted += is_draft_right
+        if out.status is not RowStatus.RUNNING or not is_draft_right:
+            return out
+        if task.params.has_penalties:
+            counts = counts.copy()
+            counts[token] += 1
+    return out
+
+
+def known_row(task: RowTask, logits: Float32s) -> RowOutcome:
+    """Draw from the last column only; logits float32 [1, n addressable] of that column."""
+    out, last = RowOutcome(), len(task.token_ids) - 1
+    if not np.isfinite(logits).all():
+        out.status = RowStatus.NOT_FINITE
+        return out
+    token = sample(logits[0], task.params, task.counts, task.start + last + 1, task.mask(last))
+    _emit(out, task, token, last)
+    return out
+
+
+def _emit(out: RowOutcome, task: RowTask, token: int, column: int) -> None:
+    out.tokens.append(token)
+    out.columns.append(column)
+    if token in task.stop_ids:
+        out.status = RowStatus.STOP_ID
+    elif len(out.tokens) >= task.budget:
+        out.status = RowStatus.BUDGET
