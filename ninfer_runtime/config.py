@@ -34,6 +34,24 @@ _RANGES: Mapping[str, _Range] = {
 _LOGIT_BIAS = _Range(-100.0, 100.0)
 
 
+def _check_number(name: str, value: Any, allowed: _Range) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not allowed.low <= value <= allowed.high:
+        raise RequestError(f"{name} is {value!r}, expected a number from {allowed.low:g} to {allowed.high:g}")
+
+
+def _check_integer(
+    name: str, value: Any, low: int, high: int, error: type[RequestError] | type[UsageError] = RequestError
+) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise error(f"{name} is {value!r}, expected an integer from {low} to {high}")
+
+
+def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence chooses its tokens; the order of the steps is that of ``specs/program.md``.
@@ -157,21 +175,3 @@ class EngineConfig:
         if self.kv_capacity is None:
             return pages_of_one * self.max_concurrency
         return -(-self.kv_capacity // PAGE_TOKENS)
-
-
-def _check_number(name: str, value: Any, allowed: _Range) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not allowed.low <= value <= allowed.high:
-        raise RequestError(f"{name} is {value!r}, expected a number from {allowed.low:g} to {allowed.high:g}")
-
-
-def _check_integer(
-    name: str, value: Any, low: int, high: int, error: type[RequestError] | type[UsageError] = RequestError
-) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise error(f"{name} is {value!r}, expected an integer from {low} to {high}")
-
-
-def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import InventoryError
-from ninfer_format.inventory import compare_inventory, plan_inventory
+from ninfer_format.inventory import compare_inventory, expected_inventory
 from ninfer_format.model_config import ModelConfig, config_of
 from ninfer_format.reader import Artifact
 from ninfer_runtime.models.mtp import MtpWeights
@@ -78,13 +78,10 @@ def bind(artifact: Artifact) -> BoundModel:
 
 
 def _check_inventory(artifact: Artifact, config: ModelConfig) -> None:
-    resources = {entry.name: entry.n_bytes for entry in artifact.objects if entry.kind == "resource"}
-    expected = plan_inventory(config.geometry, config.recipe, identity=artifact.identity, resources=resources)
-    problems = compare_inventory(expected, artifact.directory, packed=False)
+    expected = expected_inventory(artifact.directory, config)
+    problems = compare_inventory(expected, artifact.directory, packed=False, limit=MAX_PROBLEMS_SHOWN)
     if problems:
-        shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
-        more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
-        raise InventoryError(f"{artifact.path}: the objects are not those of {artifact.identity}: {shown}{more}")
+        raise InventoryError(f"{artifact.path}: not the objects of {artifact.identity}: {'; '.join(problems)}")
 
 
 def _bind_mtp(architecture: str, parts_of: PartsOf) -> MtpWeights:
