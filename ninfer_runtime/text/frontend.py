@@ -1,0 +1,146 @@
+"""Everything between people and token ids that one artifact brings: tokenizer, chat template, generation defaults."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ninfer_format.command import require_extra
+from ninfer_format.errors import ArtifactError, UsageError
+from ninfer_format.published import PUBLISHED
+from ninfer_format.reader import Artifact
+from ninfer_runtime.text.generation_config import GENERATION_CONFIG, GenerationDefaults
+from ninfer_runtime.text.messages import Conversation
+from ninfer_runtime.text.stream import StreamOptions, TextStream
+from ninfer_runtime.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, Tokenizer
+from ninfer_runtime.text.tool_calls import new_call_id, tools_from
+
+FOLDER = "frontend/"
+TEMPLATE_FILE = "chat_template.jinja"
+PREPROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation: its text, its ids, and whether it ends within an open thinking block."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    starts_inside: bool
+    thinking: bool
+
+
+class Frontend:
+    """The text side of one artifact."""
+
+    def __init__(self, tokenizer: Tokenizer, template: Any, generation: GenerationDefaults, eos: str | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.generation = generation
+        markers = dict.fromkeys((*END_OF_TURN, *([eos] if eos else [])))
+        self.end_markers = tuple(marker for marker in markers if not tokenizer.is_single_token(marker))
+
+    @classmethod
+    def open(cls, artifact: Artifact) -> "Frontend":
+        """Read and check the artifact's frontend resources.
+
+        ArtifactError when one is absent, broken, or not what a published identity must have.
+        """
+        require_extra("jinja2", "cpu")
+        from ninfer_runtime.text.template import ChatTemplate
+
+        tokenizer_config = _resource(artifact, TOKENIZER_CONFIG)
+        tokenizer = Tokenizer.from_files(_resource(artifact, TOKENIZER_JSON), tokenizer_config)
+        source = _text(_resource(artifact, TEMPLATE_FILE))
+        names = special_names(tokenizer_config)
+        template = ChatTemplate(source, tuple(tokenizer.added), names)
+        generation = GenerationDefaults.from_file(_resource(artifact, GENERATION_CONFIG), tokenizer.n_addressable)
+        if artifact.identity in PUBLISHED:
+            from ninfer_runtime.text.frontend_checks import check_preprocessor, check_published
+
+            check_published(tokenizer, tokenizer_config, source)
+            for name in PREPROCESSOR_FILES:
+                check_preprocessor(_resource(artifact, name), name)
+        return cls(tokenizer, template, generation, names.get("eos_token"))
+
+    def prompt(
+        self,
+        conversation: Conversation,
+        *,
+        thinking: bool = True,
+        reasoning_effort: str | None = None,
+        preserve_thinking: bool | None = None,
+    ) -> Prompt:
+        """Render and encode a conversation up to the assistant's turn.
+
+        UsageError for a switch the template does not have, RequestError when it refuses the messages.
+        """
+        from ninfer_runtime.text.template import TemplateOptions
+
+        capabilities = self.template.capabilities
+        if not thinking and not capabilities.thinking_switch:
+            raise UsageError("the chat template of this artifact cannot switch thinking off; leave out --no-thinking")
+        if reasoning_effort is not None:
+            levels = capabilities.effort_levels
+            if not thinking:
+                raise UsageError("a reasoning effort needs thinking; leave out --no-thinking or --reasoning-effort")
+            if reasoning_effort not in levels:
+                known = f"one of {', '.join(levels)}" if levels else "none: the chat template of this artifact has none"
+                raise UsageError(f"the reasoning effort is {reasoning_effort!r}, expected {known}")
+        rendered = self.template.render(
+            [message.for_template() for message in conversation.messages],
+            conversation.tools,
+            TemplateOptions(thinking if capabilities.thinking_switch else None, preserve_thinking, reasoning_effort),
+        )
+        token_ids = tuple(self.tokenizer.encode_segments(rendered.segments))
+        return Prompt(rendered.text, token_ids, rendered.starts_inside, thinking)
+
+    def stream(self, options: StreamOptions, call_id: Callable[[], str] = new_call_id) -> TextStream:
+        """The chain that reads one answer."""
+        hidden = self.generation.stop_ids
+        return TextStream(self.tokenizer, options, hidden_ids=hidden, end_markers=self.end_markers, call_id=call_id)
+
+    def stream_options(
+        self,
+        prompt: Prompt,
+        conversation: Conversation,
+        *,
+        stops: Sequence[str] = (),
+        reasoning_stops: Sequence[str] = (),
+        raw: bool = False,
+    ) -> StreamOptions:
+        """How to read the answer to a prompt."""
+        return StreamOptions(
+            starts_inside=prompt.starts_inside,
+            tools=tools_from(conversation.tools),
+            stops=tuple(stops),
+            reasoning_stops=tuple(reasoning_stops),
+            raw=raw,
+        )
+
+
+def special_names(tokenizer_config: bytes) -> dict[str, str]:
+    """The template variables ``bos_token``, ``eos_token`` … that tokenizer_config.json sets."""
+    from ninfer_runtime.text.json_input import parse_json
+
+    config = parse_json(tokenizer_config, TOKENIZER_CONFIG)
+    names: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str) and value:
+            names[key] = value
+    return names
+
+
+def _resource(artifact: Artifact, name: str) -> bytes:
+    if FOLDER + name not in artifact.objects.names():
+        raise ArtifactError(f"{artifact.path}: no resource {FOLDER + name!r}; convert the checkpoint again with {name}")
+    return bytes(artifact.payload(FOLDER + name))
+
+
+def _text(document: bytes) -> str:
+    try:
+        return document.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{TEMPLATE_FILE} is not UTF-8: byte {error.start} cannot be decoded") from None
