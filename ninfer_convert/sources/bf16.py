@@ -23,13 +23,14 @@ def to_bf16_words(values: NDArray[np.generic], *, where: str, first_index: int =
 
     SourceError if a finite value is too large for BF16; the message counts elements from ``first_index``.
     """
-    singles = values.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no reason to warn: the value scan refuses it
+        singles = values.astype(np.float32)
     words = round_bf16(singles)
     overflowed = np.flatnonzero(((words & _EXPONENT) == _EXPONENT) & np.isfinite(singles))
     if overflowed.size:
         index = int(overflowed[0])
         raise SourceError(
-            f"{where}: element {first_index + index} is {singles[index]}, beyond the largest BF16 value (3.3895e38); "
+            f"{where}: element {first_index + index} is {singles[index]:.6g}, beyond the largest BF16 value (3.3895e38); "
             "the model cannot be stored in BF16, use another checkpoint"
         )
     return words
