@@ -145,7 +145,7 @@ class EngineConfig:
 
     backend: str = "reference"
     device: str = "cpu"
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "float32"
     kv_dtype: KvDtype = "auto"
     max_context: int = 2048
     kv_capacity: int | None = None

@@ -53,6 +53,9 @@ NO_PAGE = -1
 MAX_ROUNDS_IN_FLIGHT = 2
 
 
+_COUNTS = ("max_rows", "max_columns", "max_context", "n_pages", "n_slots", "prefill_chunk", "logits_rows")
+
+
 class ContractError(NinferError):
     """A call that breaks the rules of this page: a bug in the caller, not in a request or a file."""
 
@@ -67,6 +70,7 @@ class ProgramLimits:
     max_context       most tokens of one row
     n_pages           pages of the shared KV pool
     prefill_chunk     T, most tokens of one prefill call
+    logits_rows       most rows of logits that one prefill call returns
     device_snapshots, host_snapshots   state snapshots that can be alive at once, by place
     """
 
@@ -76,12 +80,13 @@ class ProgramLimits:
     n_pages: int = 32
     n_slots: int = 1
     prefill_chunk: int = 1024
+    logits_rows: int = 256
     device_snapshots: int = 0
     host_snapshots: int = 0
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_columns", "max_context", "n_pages", "n_slots", "prefill_chunk", "page_tokens"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.n_slots < self.max_rows:
@@ -155,7 +160,7 @@ class PrefillChunk:
     start            index of the first one; must equal the slot's committed length
     pages            int32 [P], page ids that cover indices 0 .. start + T - 1
     positions        int32 [3, T] rotary positions (temporal, height, width); None: all three equal the index
-    logits           which rows of logits to return: none, the last token's, or every token's
+    logits           which rows of logits to return: none, the last token's, or every token's (T <= logits_rows)
     sampling         draw the token that follows the chunk (``seed`` set); its occurrence is counted in the slot
     logits_mask      uint32 [ceil(V / 32)] for that draw: bit ``id % 32`` of word ``id // 32`` set = allowed
     n_top_logprobs   None: no logprobs; 0: of the drawn token; n: also of the n most likely ones
@@ -343,6 +348,10 @@ class Program(Protocol):
     def plan(self) -> MemoryPlan:
         """The plan it was allocated from; ``plan.limits`` are the limits in force."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether ``launch`` returns before the round is done, so that launching one ahead gains anything."""
+
     # ---- slots -------------------------------------------------------------------------------
     def length(self, slot: int) -> int:
         """Tokens folded into the slot's committed state."""
@@ -395,6 +404,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """As in ``EngineConfig.backend``."""
+
+    def free_memory(self, options: ProgramOptions) -> int:
+        """Bytes a program could allocate now on that device."""
 
     def plan_memory(self, model: "BoundModel", limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
         """What a program would allocate. Raises UsageError for options this backend does not have."""

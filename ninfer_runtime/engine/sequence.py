@@ -23,6 +23,19 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
+def check_tokens(token_ids: Sequence[int], vocab_rows: int) -> Int32s:
+    """int32 [T] of a nonempty list of matrix rows; RequestError naming the first id that is none."""
+    if len(token_ids) == 0:
+        raise RequestError("the prompt has no tokens, expected at least one")
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(f"the prompt is {ids.dtype} of shape {ids.shape}, expected one list of token ids")
+    if ids.min() < 0 or ids.max() >= vocab_rows:
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_rows))[0])
+        raise RequestError(f"prompt token {at} has id {int(ids[at])}, expected 0 to {vocab_rows - 1}")
+    return np.ascontiguousarray(ids, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to generate.
@@ -47,14 +60,7 @@ class Request:
 
         Prompt ids may name any matrix row, as teacher-forced comparisons need; biased ids must be addressable.
         """
-        if len(self.token_ids) == 0:
-            raise RequestError("the prompt has no tokens, expected at least one")
-        prompt = np.asarray(self.token_ids)
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise RequestError(f"the prompt is {prompt.dtype} of shape {prompt.shape}, expected one list of token ids")
-        if prompt.min() < 0 or prompt.max() >= vocab_rows:
-            at = int(np.flatnonzero((prompt < 0) | (prompt >= vocab_rows))[0])
-            raise RequestError(f"prompt token {at} has id {int(prompt[at])}, expected 0 to {vocab_rows - 1}")
+        prompt = check_tokens(self.token_ids, vocab_rows)
         if len(prompt) >= max_context:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context holds {max_context} with at least one of output; "
@@ -67,7 +73,7 @@ class Request:
         for token_id, _ in self.sampling.logit_bias:
             if token_id >= n_addressable:
                 raise RequestError(f"logit_bias names token {token_id}, expected 0 to {n_addressable - 1}")
-        return np.ascontiguousarray(prompt, np.int32)
+        return prompt
 
 
 @dataclass(frozen=True, slots=True)

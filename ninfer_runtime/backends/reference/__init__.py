@@ -3,7 +3,7 @@
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.models.binder import BoundModel
 
-from .memory import plan_memory
+from .memory import free_memory, plan_memory, torch_device
 from .program import ReferenceProgram
 
 
@@ -11,6 +11,10 @@ class ReferenceBackend:
     """``backends.base.Backend`` on torch."""
 
     name = "reference"
+
+    def free_memory(self, options: ProgramOptions) -> int:
+        """Bytes that could be allocated now; for the CPU those of the host."""
+        return free_memory(torch_device(options.device))
 
     def plan_memory(self, model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
         """Bytes of a program with these limits; UsageError for options that do not exist here."""

@@ -52,6 +52,8 @@ def check_prefill(chunk: PrefillChunk, length: int, limits: ProgramLimits, spec:
         1 <= n_tokens <= limits.prefill_chunk,
         f"the chunk has {n_tokens} tokens, expected 1 to {limits.prefill_chunk}",
     )
+    wanted = n_tokens if chunk.logits == "all" else 1
+    require(wanted <= limits.logits_rows, f"{wanted} rows of logits were asked for, at most {limits.logits_rows} exist")
     check_array("token_ids", chunk.token_ids, np.int32, (n_tokens,))
     check_ids("token_ids", chunk.token_ids, spec.text.vocab_rows)
     require(chunk.start == length, f"the chunk starts at {chunk.start}, slot {chunk.slot} holds {length} tokens")

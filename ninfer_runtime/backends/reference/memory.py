@@ -122,5 +122,5 @@ def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, size: int) -> int:
     activations = columns * (3 * t.hidden + widest) * FLOAT32_BYTES
     gathered = 2 * t.n_kv_heads * limits.max_context * t.head_dim * FLOAT32_BYTES
     records = MAX_ROUNDS_IN_FLIGHT * limits.max_rows * limits.max_columns * record_bytes(spec, size)
-    logits = max(ROW_TILE, limits.max_rows * limits.max_columns) * t.vocab_rows * FLOAT32_BYTES
+    logits = max(ROW_TILE, limits.logits_rows, limits.max_rows * limits.max_columns) * t.vocab_rows * FLOAT32_BYTES
     return activations + gathered + records + logits + 3 * BLOCK_BYTES + state_bytes(spec, size)

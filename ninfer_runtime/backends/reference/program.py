@@ -37,6 +37,7 @@ class ReferenceProgram:
     """torch on a CPU or CUDA device; ``backends.base.Program`` states the contract of every method."""
 
     name = "reference"
+    runs_ahead = False
 
     def __init__(self, model: BoundModel, plan: MemoryPlan) -> None:
         self.model = model
