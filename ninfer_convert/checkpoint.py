@@ -188,6 +188,11 @@ class Checkpoint:
         return cls(folder, config, tensors, shards, absent, unavailable, _ignored(folder, files), problems)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether it is known which tensors there should be; False when the index or the only file is unusable."""
+        return bool(self.shards or self.absent or self.unavailable)
+
+    @property
     def source_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.file_bytes for shard in self.shards)
@@ -317,6 +322,7 @@ def _reconcile(
         if not held and indexed in refs:
             nowhere[indexed].append(name)
     for name, held in holders.items():
+        tensors[name] = refs[held[0]][name]
         for file in held:
             unindexed[file].append(name)
     fix = "download the index and the shards again, from one revision"

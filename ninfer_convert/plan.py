@@ -194,7 +194,7 @@ def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
     source_map = object_sources(model, inventory, stored, names)
     if choice.published and config_differs(read.problems):
         check_absent(read.checkpoint, None, (), read.problems, read.notes)
-    else:
+    elif read.checkpoint.has_weights:
         _check_tensors(read, choice, model, names, source_map)
     ids, ranking = _draft(read, model, frontend)
     target = Target(inventory.identity, choice.published, model, inventory, source_map.sources, resources, ids, ranking)
@@ -290,7 +290,7 @@ def _check_tensors(read: _Sources, choice: Choice, model: ModelConfig, names: Na
     check_sources(read.checkpoint, shapes, also_used, rules, read.problems, read.notes)
     if names.tied:
         _check_tied(read, names)
-    if read.dflash is not None:
+    if read.dflash is not None and read.dflash.has_weights:
         inner = SourceRules(choice.published, choice.published, converted_prefixes(model, names, "dflash"), ())
         check_sources(read.dflash, source_map.shapes["dflash"], (), inner, read.problems, read.notes)
 

@@ -309,10 +309,10 @@ def _bank_runs(
     stored: Container[str],
     shapes: dict[str, Shape],
 ) -> Iterator[RowRun]:
-    """Runs of a bank of experts; per-expert matrices are used where expert 0 has them and no fused tensor exists."""
+    """Runs of a bank of experts; matrices per expert are used where any is stored and no fused tensor is."""
     n_experts, (n_rows, width) = geometry.text.n_experts, stored_shape
-    first = [prefix + name.format(e=0) for name in bank.per_expert.values()]
-    if prefix + bank.fused in stored or not any(name in stored for name in first):
+    apart = (prefix + name.format(e=e) for e in range(n_experts) for name in bank.per_expert.values())
+    if prefix + bank.fused in stored or not any(name in stored for name in apart):
         shapes[prefix + bank.fused] = (n_experts, n_rows // n_experts, width)
         yield RowRun(prefix + bank.fused, 0, n_rows)
         return
