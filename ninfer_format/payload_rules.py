@@ -104,11 +104,11 @@ def _scan_draft_ids(scan: Scan, ids: npt.NDArray[np.int32]) -> None:
     outside = ids < 0 if scan.vocabulary is None else (ids < 0) | (ids >= scan.vocabulary)
     if outside.any():
         row = int(outside.argmax())
-        bound = "" if scan.vocabulary is None else f" to {scan.vocabulary - 1}"
+        bound = "or more" if scan.vocabulary is None else f"to {scan.vocabulary - 1}"
         scan.findings.add(
             "id domain",
             int(outside.sum()),
-            f"row {row} (byte {row * 4}): token id {ids[row]}, expected 0{bound}",
+            f"row {row} (byte {row * 4}): token id {ids[row]}, expected 0 {bound}",
         )
     ordered = np.sort(ids)
     repeats = int((ordered[1:] == ordered[:-1]).sum())
