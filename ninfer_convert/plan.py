@@ -18,7 +18,7 @@ from ninfer_convert.families import ObjectSource
 from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_sources
 from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources, spelling
 from ninfer_convert.families.sections import ModelSections, read_sections
-from ninfer_convert.identity import Choice, Evidence, Wishes, choose_identity, config_differs
+from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, Evidence, Wishes, choose_identity, config_differs
 from ninfer_convert.locate import Location, locate
 from ninfer_convert.memory import CHUNK_BYTES, peak_memory
 from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
@@ -185,6 +185,8 @@ def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
     )
     wishes = Wishes(options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision)
     choice = choose_identity(wishes, evidence, read.problems, read.notes)
+    if choice.recipe not in BUILDABLE_RECIPES:
+        return None, frontend
     planned = _published(choice, frontend) if choice.published else _custom(choice, evidence, read)
     if planned is None:
         return None, frontend
@@ -324,7 +326,7 @@ def _check_tied(read: _Sources, names: Names) -> None:
 def _draft(read: _Sources, model: ModelConfig, frontend: Frontend) -> tuple[NDArray[np.int32] | None, Ranking | None]:
     """Draft ids and what ranked them; (None, None) and a problem if they cannot be chosen."""
     vocab_rows, n_ids = model.geometry.text.vocab_rows, frontend.n_ids
-    if not 0 < n_ids <= vocab_rows:
+    if not model.draft_head_rows <= n_ids <= vocab_rows:
         return None, None  # already a problem
     path = read.options.ranking
     try:

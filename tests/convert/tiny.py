@@ -7,6 +7,7 @@ visible, and none is a multiple of 128. Change ``config``, ``tensors`` or ``fron
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -239,6 +240,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, Words]) -> None:
         stream.write(struct.pack("<Q", len(text)) + text)
         for array in tensors.values():
             stream.write(np.ascontiguousarray(array).tobytes())
+
+
+def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of BF16 tensors that is all holes behind its header."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with open(path, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + offset)
 
 
 def frontend_files(template: str = TEMPLATE) -> dict[str, bytes]:
