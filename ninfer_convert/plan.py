@@ -20,7 +20,7 @@ from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes
 from ninfer_convert.families.sections import ModelSections, read_sections
 from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, Evidence, Wishes, choose_identity, config_differs
 from ninfer_convert.locate import Location, locate
-from ninfer_convert.memory import CHUNK_BYTES, peak_memory
+from ninfer_convert.memory import peak_memory
 from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
 from ninfer_convert.problems import PlanError, Problem
 from ninfer_convert.resources import Frontend, read_frontend
@@ -56,7 +56,6 @@ class BuildOptions:
     force: bool = False
     jobs: int = 0
     """Worker threads; 0 = one per usable CPU."""
-    chunk_bytes: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
         folders = [c.folder for c in (read.checkpoint, dflash) if c is not None]
         check_output(options.out, folders, force=options.force, problems=read.problems)
         check_space(options.out, disk, read.problems)
-    memory = peak_memory(target.inventory, options.jobs, options.chunk_bytes, options.device) if target else 0
+    memory = peak_memory(target.inventory, options.jobs, options.device) if target else 0
     return ConversionPlan(
         options,
         read.checkpoint,
