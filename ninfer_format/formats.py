@@ -122,8 +122,8 @@ def alignment_of(layout_or_encoding: str) -> int:
 def check_signature(format: str, layout: str, shape: Sequence[int]) -> None:
     """Whether a tensor of ``shape`` may be stored as (format, layout).
 
-    Raises RegistryError for an unknown name and SignatureError for a combination, rank or dimension that is not
-    allowed, including element counts beyond 2^63 - 1.
+    Raises RegistryError for an unknown name, SignatureError for a combination, rank or dimension that is not
+    allowed, and GeometryError for more than 2^63 - 1 elements or bytes.
     """
     fmt, lay = numeric_format(format), layout_named(layout)
     if format not in lay.formats:
