@@ -58,6 +58,8 @@ def check_published(tokenizer: Tokenizer, tokenizer_config: bytes, template: str
 def check_preprocessor(document: bytes, name: str) -> None:
     """ArtifactError when a preprocessor file of a published identity asks for another preprocessing."""
     config = parse_json(document, name)
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{name} is not an object")
     problems = [
         f"{name}: {key} is {config.get(key)!r}, expected {expected!r}"
         for key, expected in _PREPROCESSOR_VALUES.items()
@@ -66,7 +68,7 @@ def check_preprocessor(document: bytes, name: str) -> None:
     problems += [
         f"{name}: {key} is {config[key]!r}, expected {expected!r}"
         for key, expected in _PREPROCESSOR_IF_PRESENT.items()
-        if key in config and abs(config[key] - expected) > 1e-9
+        if key in config and not _is_near(config[key], expected)
     ]
     _raise(problems)
 
@@ -83,6 +85,10 @@ def _vocabulary_problems(tokenizer: Tokenizer) -> Sequence[str]:
             problems.append(f"{text} is not special")
     problems += [f"{token.text} is normalized" for token in tokenizer.added.values() if token.normalized]
     return problems
+
+
+def _is_near(value: Any, expected: float) -> bool:
+    return isinstance(value, int | float) and abs(value - expected) < 1e-9
 
 
 def _text_of(value: Any) -> Any:
