@@ -36,11 +36,6 @@ class Scratch(NamedTuple):
     fields_64: Tensor
 
 
-def scratch_bytes(lanes: int) -> int:
-    """Bytes of the buffers that ``make_scratch`` allocates."""
-    return lanes * (4 + 4 + 1 + 1) + lanes // 32 * 4
-
-
 def make_scratch(lanes: int, device: torch.device) -> Scratch:
     """Buffers for blocks of up to ``lanes`` lanes, a multiple of 128."""
     x = torch.zeros(lanes, dtype=torch.float32, device=device)

@@ -3,16 +3,17 @@
 Bit-equal to the numpy encoder. MEASUREMENT
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ninfer_convert.quantize.block import Scratch, encode_block, make_scratch, scratch_bytes, scripted_block
+from ninfer_convert.quantize.bad_value import BadValue
+from ninfer_convert.quantize.block import Scratch, encode_block, make_scratch, scripted_block
 from ninfer_convert.quantize.scales import Scales, ScaleTable, scale_table, scales_of
-from ninfer_format import EncodeError
 from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT_COLUMNS, NumericFormat, RowSplitPlanes, row_split_planes
 from ninfer_format.geometry import up
 
@@ -20,17 +21,10 @@ Rows = NDArray[np.uint16] | NDArray[np.float32]
 """A matrix [n, K] of BF16 words (uint16) or float32 values."""
 
 STEP_LANES = 1 << 19
-"""Lanes (padding included) that pass through the scratch at once on a CPU; see the measurement above."""
-CUDA_STEP_LANES = 1 << 24
-"""The same on a GPU: large enough that launches and copies do not show."""
-
-
-class BadValue(EncodeError):
-    """A value that cannot be encoded, at ``row`` and ``column`` of the matrix it was given in."""
-
-    def __init__(self, row: int, column: int, value: float, why: str) -> None:
-        super().__init__(f"value at row {row}, column {column} is {value}; {why}")
-        self.row, self.column, self.value, self.why = row, column, value, why
+DEVICE_STEP_LANES: Mapping[str, int] = MappingProxyType({"cpu": STEP_LANES, "cuda": 1 << 24})
+"""Lanes (padding included) that pass through the scratch at once; see the measurement above."""
+DEVICE_PIECE_STEPS: Mapping[str, int] = MappingProxyType({"cpu": 4, "cuda": 1})
+"""Steps per call: the fixed cost of a call is Python's, and the interpreter lock is shared."""
 
 
 class ErrorSums(NamedTuple):
@@ -61,16 +55,6 @@ class _ScaleColumns(NamedTuple):
     words: torch.Tensor
     inverses: torch.Tensor
     values: torch.Tensor
-
-
-def step_lanes(device: str) -> int:
-    """Lanes that a worker on ``device`` has scratch for."""
-    return STEP_LANES if device == "cpu" else CUDA_STEP_LANES
-
-
-def encoder_bytes(lanes: int) -> int:
-    """Bytes of a ``GroupEncoder``'s own buffers on its device."""
-    return scratch_bytes(up(lanes, ROW_SPLIT_COLUMNS))
 
 
 class GroupEncoder:

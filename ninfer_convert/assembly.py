@@ -1,0 +1,202 @@
+"""Making the objects: workers encode pieces of objects, a writer hashes and writes, a syncer makes them durable.
+
+Objects are taken in the order of their first source tensor, so shards are read in file order where fusions allow. All
+payloads in flight live in one ring whose size, with the workers' buffers, is the bound that ``plan`` prints.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import monotonic
+
+from ninfer_convert.journal import Finished, Journal
+from ninfer_convert.payload_ring import PayloadRing, RingClosed, ring_bytes
+from ninfer_convert.stored_object import StoredObject, Workspace
+from ninfer_format.writer import ArtifactWriter
+
+WRITE_BYTES = 1 << 20
+"""Hashed and written at a time: still in the cache for the second of the two."""
+SYNC_BYTES = 128 << 20
+"""Written bytes after which a sync makes the finished objects durable."""
+SYNC_SECONDS = 2.0
+"""A finished object waits at most this long for a sync."""
+
+
+@dataclass(slots=True)
+class Failures:
+    """The first error in object order, whatever thread met it first."""
+
+    first: BaseException | None = None
+    _order: tuple[int, int] = (0, 0)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, error: BaseException, order: tuple[int, int]) -> None:
+        """Keep ``error`` if it belongs to an earlier piece than the one kept."""
+        with self._lock:
+            if self.first is None or order < self._order:
+                self.first, self._order = error, order
+
+
+class Assembly:
+    """Makes ``objects`` and writes them through ``writer``; ``run`` returns when all are durable and journaled."""
+
+    def __init__(
+        self,
+        objects: Sequence[StoredObject],
+        writer: ArtifactWriter,
+        journal: Journal,
+        *,
+        n_workers: int,
+        piece_lanes: int,
+        step_lanes: int,
+        device: str,
+        progress: Callable[[int], None],
+        sync_bytes: int = SYNC_BYTES,
+        sync_seconds: float = SYNC_SECONDS,
+    ) -> None:
+        self._objects = objects
+        self._writer = writer
+        self._journal = journal
+        self._n_workers = n_workers
+        self._lanes = piece_lanes, step_lanes
+        self._device = device
+        self._progress = progress
+        self._sync = sync_bytes, sync_seconds
+        self._ring = PayloadRing(ring_bytes([item.entry.n_bytes for item in objects]))
+        self._pieces = self._all_pieces()
+        self._pieces_lock = threading.Lock()
+        self._queue: SimpleQueue[StoredObject | None] = SimpleQueue()
+        self._advanced = threading.Condition()
+        self._written: list[Finished] = []
+        self._unsynced_bytes = 0
+        self._unsynced_since = 0.0
+        self._writing_over = False
+        self._wake_syncer = threading.Condition()
+        self._stop = threading.Event()
+        self._failures = Failures()
+        self.finished: dict[str, Finished] = {}
+        """Objects that are durable and journaled."""
+
+    def run(self) -> None:
+        """Do it all. Errors of the threads are raised here, KeyboardInterrupt included; threads have ended by then."""
+        workers = [self._thread(self._work, f"worker-{i}") for i in range(self._n_workers)]
+        writer, syncer = self._thread(self._write, "writer"), self._thread(self._make_durable, "syncer")
+        threads = [*workers, writer, syncer]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                # With a timeout the main thread sees Ctrl-C at once.
+                while thread.is_alive():
+                    thread.join(0.1)
+        except BaseException as error:
+            self._halt()
+            for thread in threads:
+                thread.join()
+            raise error
+        if self._failures.first is not None:
+            raise self._failures.first
+
+    def _thread(self, body: Callable[[], None], name: str) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                body()
+            except RingClosed:
+                pass
+            except BaseException as error:
+                self._failures.add(error, (len(self._objects), 0))
+                self._halt()
+
+        return threading.Thread(target=guarded, name=f"ninfer-{name}", daemon=True)
+
+    def _halt(self) -> None:
+        self._stop.set()
+        self._ring.close()
+        self._queue.put(None)
+        for condition in (self._advanced, self._wake_syncer):
+            with condition:
+                condition.notify_all()
+
+    def _all_pieces(self) -> Iterator[tuple[int, StoredObject, int]]:
+        """Every piece in order; going to the next object waits for room in the ring and tells the writer."""
+        for order, item in enumerate(self._objects):
+            item.begin(self._ring.take(item.entry.n_bytes))
+            self._queue.put(item)
+            for number in range(len(item.pieces)):
+                yield order, item, number
+        self._queue.put(None)
+
+    def _next_piece(self) -> tuple[int, StoredObject, int] | None:
+        with self._pieces_lock:
+            return None if self._stop.is_set() else next(self._pieces, None)
+
+    def _work(self) -> None:
+        from ninfer_convert.quantize.torch_threads import one_thread_here
+
+        one_thread_here()
+        space = Workspace(*self._lanes, self._device)
+        while (piece := self._next_piece()) is not None:
+            order, item, number = piece
+            try:
+                sums = item.encode_piece(number, space)
+            except BaseException as error:
+                self._failures.add(error, (order, number))
+                self._halt()
+                return
+            with self._advanced:
+                item.finish_piece(number, sums)
+                self._advanced.notify_all()
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            digest, done = hashlib.sha256(), 0
+            while done < item.entry.n_bytes:
+                with self._advanced:
+                    while (ready := item.ready_bytes) == done and not self._stop.is_set():
+                        self._advanced.wait()
+                if self._stop.is_set():
+                    return
+                while done < ready:
+                    part = item.payload[done : min(ready, done + WRITE_BYTES)].data
+                    digest.update(part)
+                    self._writer.write_at(item.entry.name, done, part)
+                    done += len(part)
+                    self._progress(len(part))
+            item.end()
+            self._ring.give_back()
+            self._hand_to_syncer(item, digest.hexdigest())
+        with self._wake_syncer:
+            self._writing_over = True
+            self._wake_syncer.notify_all()
+
+    def _hand_to_syncer(self, item: StoredObject, sha256: str) -> None:
+        with self._wake_syncer:
+            if not self._written:
+                self._unsynced_since = monotonic()
+            self._written.append(Finished(item.entry.name, sha256, item.error_figures()))
+            self._unsynced_bytes += item.entry.n_bytes
+            self._wake_syncer.notify_all()
+
+    def _make_durable(self) -> None:
+        """Sync, then journal what was completely written before the sync; also once more when the build is halted."""
+        over = False
+        while not over:
+            with self._wake_syncer:
+                while not (over := self._writing_over or self._stop.is_set()) and not self._sync_due():
+                    self._wake_syncer.wait(self._seconds_to_sync())
+                batch, self._written, self._unsynced_bytes = self._written, [], 0
+            if batch:
+                self._writer.sync()
+                self._journal.add(batch)
+                self.finished |= {entry.name: entry for entry in batch}
+
+    def _sync_due(self) -> bool:
+        n_bytes, _ = self._sync
+        return bool(self._written) and (self._unsynced_bytes >= n_bytes or self._seconds_to_sync() == 0.0)
+
+    def _seconds_to_sync(self) -> float | None:
+        if not self._written:
+            return None
+        return max(0.0, self._unsynced_since + self._sync[1] - monotonic())

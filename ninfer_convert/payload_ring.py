@@ -1,0 +1,66 @@
+"""One buffer for the payloads in flight: taken in order, given back in order, so its pages are touched once."""
+
+from collections import deque
+from threading import Condition
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_format.geometry import up
+
+_ALIGNMENT = 4096
+
+
+def ring_bytes(payloads: list[int]) -> int:
+    """Size of a ring in which the largest of ``payloads`` can be made while the next largest is written."""
+    return sum(up(n, _ALIGNMENT) for n in sorted(payloads, reverse=True)[:2])
+
+
+class RingClosed(Exception):
+    """The pipeline is ending; nobody will get space any more."""
+
+
+class PayloadRing:
+    """``n_bytes`` of memory handed out as contiguous blocks, first in first out."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._memory = np.empty(max(n_bytes, _ALIGNMENT), np.uint8)
+        self._blocks: deque[tuple[int, int]] = deque()
+        self._changed = Condition()
+        self._closed = False
+
+    def take(self, n_bytes: int) -> NDArray[np.uint8]:
+        """A block of ``n_bytes`` with undefined content; waits for earlier blocks to be given back. RingClosed."""
+        size = up(n_bytes, _ALIGNMENT)
+        if size > self._memory.size:
+            raise ValueError(f"a payload of {n_bytes} bytes does not fit the ring of {self._memory.size}")
+        with self._changed:
+            while (begin := self._place(size)) is None:
+                if self._closed:
+                    raise RingClosed
+                self._changed.wait()
+            self._blocks.append((begin, begin + size))
+        return self._memory[begin : begin + n_bytes]
+
+    def give_back(self) -> None:
+        """Free the oldest block."""
+        with self._changed:
+            self._blocks.popleft()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake every waiting ``take`` with RingClosed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _place(self, size: int) -> int | None:
+        """Where a block of ``size`` can begin now."""
+        if not self._blocks:
+            return 0
+        oldest, newest_end = self._blocks[0][0], self._blocks[-1][1]
+        if self._blocks[-1][0] < oldest:  # wrapped: free space lies between the newest and the oldest block
+            return newest_end if newest_end + size <= oldest else None
+        if newest_end + size <= self._memory.size:
+            return newest_end
+        return 0 if size <= oldest else None
