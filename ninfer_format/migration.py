@@ -121,7 +121,7 @@ def _read_backup(backup: Path, file_bytes: int) -> _HeaderV1 | None:
         header = _parse_v1(content, file_bytes)
     except NinferError:
         return None
-    return header if len(content) == len(header.content) else None
+    return header if len(content) == payload_offset_for(len(header.text)) else None
 
 
 def _valid_v2(path: Path, descriptor: int, file_bytes: int, has_backup: bool) -> Directory | None:
