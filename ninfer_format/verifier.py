@@ -238,10 +238,11 @@ def _check_index(check: _Check, index: FileIndex, partial: bool) -> IndexCompari
         check.problems.append(Problem("index", message))
         return None
     found = compare_with_index(check.stream.fileno(), check.file_bytes, index, jobs=check.jobs, progress=check.progress)
-    damaged = {damage.region for damage in found.damage}
-    if len(damaged) > max(1, len(index.regions) // 2):
+    damaged = {d.region.name for d in found.damage if d.region.kind == "object"}
+    n_objects = len(index.directory.objects)
+    if len(damaged) > max(2, n_objects // 2):
         message = (
-            f"{len(damaged)} of {len(index.regions)} parts of the file differ from the index: it was made for another "
+            f"{len(damaged)} of {n_objects} objects differ from the index: it was made for another "
             f"file ({index.directory.identity}, directory SHA-256 {index.directory_sha256.hex()}) or before a change; "
             "if you trust the file, make a new index"
         )
