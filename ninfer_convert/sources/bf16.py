@@ -30,7 +30,7 @@ def to_bf16_words(values: NDArray[np.generic], *, where: str, first_index: int =
     if overflowed.size:
         index = int(overflowed[0])
         raise SourceError(
-            f"{where}: element {first_index + index} is {singles[index]:.6g}, beyond the largest BF16 value (3.3895e38); "
+            f"{where}: element {first_index + index} is {singles[index]:.6g}, beyond the largest BF16 value; "
             "the model cannot be stored in BF16, use another checkpoint"
         )
     return words
