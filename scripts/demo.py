@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("build/demo")
+HEAD_LINES, TAIL_LINES, MAX_COLUMNS = 32, 4, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,19 @@ QUESTIONS = (
 def run(*arguments: str) -> str:
     """Print a command, run it with its output shown, and return its stdout; SystemExit with its code when it fails."""
     print(f"\n$ {shlex.join(arguments)}", flush=True)
-    shown = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    sys.stdout.write(shown.stdout)
-    sys.stdout.flush()
-    if shown.returncode:
-        sys.exit(f"demo: {arguments[0]} ended with {shown.returncode}")
-    return shown.stdout
+    finished = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print("\n".join(shortened(finished.stdout.splitlines())), flush=True)
+    if finished.returncode:
+        sys.exit(f"demo: {arguments[0]} ended with {finished.returncode}")
+    return finished.stdout
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Long listings keep their head and their end, long lines their first columns."""
+    if len(lines) > HEAD_LINES + TAIL_LINES + 1:
+        left_out = f"… {len(lines) - HEAD_LINES - TAIL_LINES} lines left out here"
+        lines = [*lines[:HEAD_LINES], left_out, *lines[-TAIL_LINES:]]
+    return [line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…" for line in lines]
 
 
 def show(name: str) -> None:
