@@ -10,6 +10,7 @@ from ninfer_format.published import PUBLISHED
 from ninfer_format.reader import Artifact
 from ninfer_runtime.text.generation_config import GENERATION_CONFIG, GenerationDefaults
 from ninfer_runtime.text.messages import Conversation
+from ninfer_runtime.text.reasoning import THINK_CLOSE, THINK_OPEN
 from ninfer_runtime.text.stream import StreamOptions, TextStream
 from ninfer_runtime.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, Tokenizer
 from ninfer_runtime.text.tool_calls import new_call_id, tools_from
@@ -17,6 +18,7 @@ from ninfer_runtime.text.tool_calls import new_call_id, tools_from
 FOLDER = "frontend/"
 TEMPLATE_FILE = "chat_template.jinja"
 PREPROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+_TURN_MARKS = (THINK_OPEN, THINK_CLOSE, "<|im_start|>")
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 
 
@@ -94,6 +96,12 @@ class Frontend:
         )
         token_ids = tuple(self.tokenizer.encode_segments(rendered.segments))
         return Prompt(rendered.text, token_ids, rendered.starts_inside, thinking)
+
+    def ends_inside(self, token_ids: Sequence[int]) -> bool:
+        """Does a prompt given as ids end within an open thinking block of its last turn?"""
+        added = self.tokenizer.added
+        marks = {added[text].token_id: text == THINK_OPEN for text in _TURN_MARKS if text in added}
+        return next((marks[token_id] for token_id in reversed(token_ids) if token_id in marks), False)
 
     def stream(self, options: StreamOptions, call_id: Callable[[], str] = new_call_id) -> TextStream:
         """The chain that reads one answer."""

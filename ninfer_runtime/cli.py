@@ -1,0 +1,255 @@
+"""The command ``ninfer-run``: generate, chat, logits, score (specs/cli.md).
+
+Each function parses, calls one function of ``commands``, and returns its exit code.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from ninfer_format.command import run_cli
+from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
+from ninfer_runtime.config import Dtype
+
+if TYPE_CHECKING:
+    from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
+
+app = typer.Typer(
+    name="ninfer-run",
+    help="Run a .ninfer file: answers, conversations, logits, perplexity.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file.")]
+Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference.")]
+Device = Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.")]
+DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Precision of the arithmetic.")]
+MaxContext = Annotated[
+    int | None,
+    typer.Option("--max-context", parser=positive, metavar="N", help="Most tokens of prompt and answer.  [2048]"),
+]
+PrefillChunk = Annotated[
+    int,
+    typer.Option("--prefill-chunk", parser=positive, metavar="N", help="Prompt tokens at a time, a multiple of 128."),
+]
+MaxNew = Annotated[int, typer.Option("--max-new", parser=positive, metavar="N", help="Most tokens of an answer.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always the most likely token.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", parser=decimal, metavar="F", help="0 to 2.")]
+TopP = Annotated[float | None, typer.Option("--top-p", parser=decimal, metavar="F", help="0 to 1.")]
+TopK = Annotated[int | None, typer.Option("--top-k", parser=integer, metavar="N", help="0 or -1 switches it off.")]
+MinP = Annotated[float | None, typer.Option("--min-p", parser=decimal, metavar="F", help="0 to 1.")]
+Presence = Annotated[float | None, typer.Option("--presence-penalty", parser=decimal, metavar="F", help="-2 to 2.")]
+Frequency = Annotated[float | None, typer.Option("--frequency-penalty", parser=decimal, metavar="F", help="-2 to 2.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", parser=unsigned, metavar="N", help="Repeats an answer; drawn if not given.")
+]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer here; repeatable.")]
+ReasoningStop = Annotated[
+    list[str] | None, typer.Option("--reasoning-stop", metavar="TEXT", help="End in the thinking; repeatable.")
+]
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option("--stop-token-id", parser=unsigned, metavar="N", help="A further id that ends it; repeatable."),
+]
+NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Ask for the answer without thinking.")]
+Effort = Annotated[
+    str | None, typer.Option("--reasoning-effort", metavar="LEVEL", help="How much to think, if the template knows.")
+]
+RawOutput = Annotated[bool, typer.Option("--raw-output", help="Show tags and control tokens, all on stdout.")]
+PrintTokenIds = Annotated[bool, typer.Option("--print-token-ids", help="List the generated ids on stderr.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Run on past the end of the turn.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def _engine_options(
+    file: Path, backend: str, device: str, dtype: Dtype, max_context: int | None, prefill_chunk: int
+) -> "EngineOptions":
+    from ninfer_runtime.commands.options import EngineOptions
+
+    return EngineOptions(file, backend, device, dtype, max_context, prefill_chunk)
+
+
+def _sampling_options(
+    greedy: bool,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    presence_penalty: float | None,
+    frequency_penalty: float | None,
+    seed: int | None,
+) -> "SamplingOptions":
+    from ninfer_runtime.commands.options import SamplingOptions
+
+    return SamplingOptions(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed)
+
+
+def _answer_options(
+    max_new: int,
+    stop: list[str] | None,
+    reasoning_stop: list[str] | None,
+    stop_token_id: list[int] | None,
+    no_thinking: bool,
+    reasoning_effort: str | None,
+    raw_output: bool,
+    print_token_ids: bool,
+    ignore_eos: bool,
+) -> "AnswerOptions":
+    from ninfer_runtime.commands.options import AnswerOptions
+
+    return AnswerOptions(
+        max_new=max_new,
+        stops=tuple(stop or ()),
+        reasoning_stops=tuple(reasoning_stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        thinking=not no_thinking,
+        reasoning_effort=reasoning_effort,
+        raw_output=raw_output,
+        print_token_ids=print_token_ids,
+        ignore_eos=ignore_eos,
+    )
+
+
+@app.command()
+def generate(
+    file: File,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="A user message; - reads stdin.")
+    ] = None,
+    messages: Annotated[str | None, typer.Option("--messages", metavar="FILE", help="A conversation in JSON.")] = None,
+    ids: Annotated[str | None, typer.Option("--ids", metavar="1,2,3", help="Token ids as they are.")] = None,
+    max_new: MaxNew = 128,
+    max_context: MaxContext = None,
+    prefill_chunk: PrefillChunk = 1024,
+    greedy: Greedy = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    reasoning_stop: ReasoningStop = None,
+    stop_token_id: StopTokenId = None,
+    no_thinking: NoThinking = False,
+    reasoning_effort: Effort = None,
+    raw_output: RawOutput = False,
+    print_token_ids: PrintTokenIds = False,
+    ignore_eos: IgnoreEos = False,
+    backend: Backend = "reference",
+    device: Device = "cpu",
+    dtype: DtypeName = "bfloat16",
+    as_json: Json = False,
+) -> int:
+    """Answer one prompt: the answer on stdout, thinking and statistics on stderr."""
+    from ninfer_runtime.commands.generate import PromptOptions
+    from ninfer_runtime.commands.generate import generate as run
+
+    return run(
+        _engine_options(file, backend, device, dtype, max_context, prefill_chunk),
+        PromptOptions(prompt, messages, ids),
+        _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
+        _answer_options(
+            max_new,
+            stop,
+            reasoning_stop,
+            stop_token_id,
+            no_thinking,
+            reasoning_effort,
+            raw_output,
+            print_token_ids,
+            ignore_eos,
+        ),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def chat(
+    file: File,
+    max_new: MaxNew = 1024,
+    max_context: MaxContext = None,
+    prefill_chunk: PrefillChunk = 1024,
+    greedy: Greedy = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    reasoning_stop: ReasoningStop = None,
+    stop_token_id: StopTokenId = None,
+    no_thinking: NoThinking = False,
+    reasoning_effort: Effort = None,
+    raw_output: RawOutput = False,
+    print_token_ids: PrintTokenIds = False,
+    backend: Backend = "reference",
+    device: Device = "cpu",
+    dtype: DtypeName = "bfloat16",
+    statistics: Annotated[bool, typer.Option("--statistics", help="Print times after every answer.")] = False,
+) -> int:
+    """Talk to the model: /reset forgets, /quit leaves, Ctrl-C stops an answer."""
+    from ninfer_runtime.commands.chat import chat as run
+
+    return run(
+        _engine_options(file, backend, device, dtype, max_context, prefill_chunk),
+        _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
+        _answer_options(
+            max_new,
+            stop,
+            reasoning_stop,
+            stop_token_id,
+            no_thinking,
+            reasoning_effort,
+            raw_output,
+            print_token_ids,
+            False,
+        ),
+        statistics=statistics,
+    )
+
+
+@app.command()
+def logits(
+    file: File,
+    ids: Annotated[str, typer.Option("--ids", metavar="1,2,3", help="The tokens to feed; - reads stdin.")],
+    out: Annotated[Path, typer.Option("--out", metavar="X.npz", help="File to write: logits and ids.")],
+    prefill_chunk: PrefillChunk = 1024,
+    backend: Backend = "reference",
+    device: Device = "cpu",
+    dtype: DtypeName = "bfloat16",
+) -> int:
+    """Write the logits after every given token, all rows of the head, as float32."""
+    from ninfer_runtime.commands.logits import logits as run
+    from ninfer_runtime.commands.parsing import token_ids
+
+    return run(_engine_options(file, backend, device, dtype, None, prefill_chunk), token_ids(ids), out)
+
+
+@app.command()
+def score(
+    file: File,
+    text: Annotated[str, typer.Option("--text", metavar="FILE", help="The text in UTF-8; - reads stdin.")],
+    max_context: MaxContext = None,
+    prefill_chunk: PrefillChunk = 1024,
+    backend: Backend = "reference",
+    device: Device = "cpu",
+    dtype: DtypeName = "bfloat16",
+    as_json: Json = False,
+) -> int:
+    """Print the perplexity of a text."""
+    from ninfer_runtime.commands.score import score as run
+
+    return run(_engine_options(file, backend, device, dtype, max_context, prefill_chunk), text, as_json=as_json)
+
+
+def main() -> NoReturn:
+    """Entry point of ``ninfer-run``."""
+    run_cli(app)

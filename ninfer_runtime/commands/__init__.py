@@ -1,0 +1,1 @@
+"""What the subcommands of ``ninfer-run`` do, one module each; ``cli.py`` only parses."""

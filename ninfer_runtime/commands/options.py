@@ -1,0 +1,53 @@
+"""Options that several subcommands share, as values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ninfer_runtime.config import Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Which model runs where. ``max_context`` None: as much as the command needs or 2048."""
+
+    path: Path
+    backend: str = "reference"
+    device: str = "cpu"
+    dtype: Dtype = "bfloat16"
+    max_context: int | None = None
+    prefill_chunk: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Sampling flags; None was not given."""
+
+    greedy: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """SamplingParams fields that were given."""
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How an answer is asked for and read."""
+
+    max_new: int = 128
+    stops: tuple[str, ...] = ()
+    reasoning_stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    thinking: bool = True
+    reasoning_effort: str | None = None
+    raw_output: bool = False
+    print_token_ids: bool = False
+    ignore_eos: bool = False

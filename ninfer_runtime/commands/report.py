@@ -1,0 +1,103 @@
+"""What a command says on stderr besides the answer: aligned ``phase | detail | value`` lines."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ninfer_runtime.backends.base import MemoryPlan
+from ninfer_runtime.commands.answer import Answer
+from ninfer_runtime.commands.session import Session
+from ninfer_runtime.config import EngineConfig, SamplingParams
+
+Row = tuple[str, str, str]
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def say_rows(rows: Iterable[Row]) -> None:
+    """Aligned rows on stderr."""
+    listed = list(rows)
+    phase, detail = (max(len(row[i]) for row in listed) for i in (0, 1))
+    for row in listed:
+        say(f"{row[0]:<{phase}} | {row[1]:<{detail}} | {row[2]}")
+
+
+def sampling_text(sampling: SamplingParams, seed: int) -> str:
+    """The parameters in force; the seed only where it is used."""
+    penalties = f"presence={sampling.presence_penalty:g} frequency={sampling.frequency_penalty:g}"
+    if sampling.is_greedy:
+        return "greedy (temperature 0)" + (f" {penalties}" if sampling.has_penalties else "")
+    return (
+        f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k} "
+        f"min_p={sampling.min_p:g} {penalties} seed={seed}"
+    )
+
+
+def sampling_json(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """The same for documents."""
+    names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+    return {**{name: getattr(sampling, name) for name in names}, "seed": None if sampling.is_greedy else seed}
+
+
+def start_rows(session: Session, config: EngineConfig, plan: MemoryPlan) -> list[Row]:
+    """What was started, known before the first token."""
+    recipe = session.model_config.recipe.name
+    rows = [
+        ("model", "file", f"{session.artifact.path} ({session.artifact.file_bytes:,} bytes)"),
+        ("model", "identity", f"{session.artifact.identity} ({session.architecture}, recipe {recipe})"),
+        ("engine", "backend", f"{config.backend} on {config.device}, {config.dtype}"),
+        ("engine", "context", f"{config.max_context} tokens, prefill chunk {config.prefill_chunk}"),
+    ]
+    rows += [("engine", label, f"{n_bytes / 2**20:,.1f} MiB") for label, n_bytes in plan.rows() if n_bytes]
+    return [*rows, ("engine", "start", f"{session.engine_seconds:.2f} s")]
+
+
+def answer_rows(answer: Answer, sampling: SamplingParams, prepare_seconds: float) -> list[Row]:
+    """The summary of one answer."""
+    finish = answer.finish
+    seconds = finish.prefill_seconds + finish.decode_seconds
+    overall = finish.n_generated / seconds if seconds > 0 else 0.0
+    thinking = f" ({answer.n_reasoning_tokens} of thinking)" if answer.n_reasoning_tokens else ""
+    return [
+        ("answer", "sampling", sampling_text(sampling, finish.seed)),
+        ("answer", "finish", answer.reason.value),
+        ("tokens", "prompt", str(finish.n_prompt)),
+        ("tokens", "generated", f"{finish.n_generated}{thinking}"),
+        ("time", "prepare", f"{prepare_seconds:.3f} s"),
+        ("time", "prefill", f"{finish.prefill_seconds:.3f} s"),
+        ("time", "decode", f"{finish.decode_seconds:.3f} s"),
+        ("speed", "prefill", f"{finish.prefill_rate:.1f} tokens/s"),
+        ("speed", "decode", f"{finish.decode_rate:.1f} tokens/s"),
+        ("speed", "overall", f"{overall:.1f} tokens/s"),
+    ]
+
+
+def answer_json(answer: Answer, session: Session, sampling: SamplingParams, prepare_seconds: float) -> dict[str, Any]:
+    """The document of ``generate --json``, schema ninfer.generate/1."""
+    reply, finish = answer.reply, answer.finish
+    return {
+        "schema": "ninfer.generate/1",
+        "model": str(session.artifact.identity),
+        "content": reply.content,
+        "reasoning": reply.reasoning,
+        "tool_calls": [
+            {"id": call.call_id, "name": call.name, "arguments": call.arguments} for call in reply.tool_calls
+        ],
+        "finish_reason": answer.reason.value,
+        "stop": reply.stop.stop if reply.stop is not None else None,
+        "prompt_tokens": finish.n_prompt,
+        "generated_tokens": finish.n_generated,
+        "reasoning_tokens": answer.n_reasoning_tokens,
+        "token_ids": list(answer.token_ids),
+        "sampling": sampling_json(sampling, finish.seed),
+        "seconds": {
+            "start": session.engine_seconds,
+            "prepare": prepare_seconds,
+            "prefill": finish.prefill_seconds,
+            "decode": finish.decode_seconds,
+        },
+    }
