@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_convert.checkpoint import Checkpoint
+from ninfer_convert.checkpoint import Checkpoint, TensorRef
 from ninfer_convert.draft_head import Ranking, draft_ids, load_ranking, no_ranking
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_sources
@@ -25,7 +25,7 @@ from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
 from ninfer_convert.problems import PlanError, Problem
 from ninfer_convert.resources import Frontend, read_frontend
 from ninfer_convert.sources.markers import plain_despite_config, quantized_problem
-from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError
+from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError, SourceError
 from ninfer_format.inventory import plan_inventory
 from ninfer_format.model_config import published_config
 from ninfer_format.model_geometry import draft_head_rows, inspect_config
@@ -302,24 +302,32 @@ def _check_tied(read: _Sources, names: Names) -> None:
     if head is None or embedding is None:
         read.notes.append(f"tied embeddings: the output head is made from {names.embedding}")
         return
-    difference = None
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        difference = f"it is {head.dtype} {list(head.shape)}, the embedding {embedding.dtype} {list(embedding.shape)}"
-    elif not any(p.where in (head.file, embedding.file) for p in read.checkpoint.problems):
-        rows = head.shape[0] if head.shape else 0
-        for begin in range(0, rows, _COMPARE_ROWS):
-            count = min(_COMPARE_ROWS, rows - begin)
-            words = (read.checkpoint.read_words(name, begin, count) for name in (names.lm_head, names.embedding))
-            unequal = np.flatnonzero((next(words) != next(words)).any(axis=1))
-            if unequal.size:
-                difference = f"row {begin + int(unequal[0])} differs from the embedding's"
-                break
+    if any(p.where in (head.file, embedding.file) for p in read.checkpoint.problems):
+        return
+    try:
+        difference = _tied_difference(read.checkpoint, head, embedding)
+    except (SourceError, OSError) as error:
+        difference = f"the two cannot be compared: {error}"
     if difference is None:
         read.notes.append(f"tied embeddings: {names.lm_head} equals {names.embedding}, which the head is made from")
         return
     message = f"tie_word_embeddings is true, but a separate head is stored: {difference}"
     advice = 'set "tie_word_embeddings": false in config.json if the stored head is the right one'
     read.problems.append(Problem("tied-head-differs", message, names.lm_head, advice))
+
+
+def _tied_difference(checkpoint: Checkpoint, head: TensorRef, embedding: TensorRef) -> str | None:
+    """How the two tensors differ, or None if they are equal; reads both a few rows at a time."""
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return f"it is {head.dtype} {list(head.shape)}, the embedding {embedding.dtype} {list(embedding.shape)}"
+    rows = head.shape[0] if head.shape else 0
+    for begin in range(0, rows, _COMPARE_ROWS):
+        count = min(_COMPARE_ROWS, rows - begin)
+        ours, theirs = (checkpoint.read_words(ref.name, begin, count) for ref in (head, embedding))
+        unequal = np.flatnonzero((ours != theirs).any(axis=1))
+        if unequal.size:
+            return f"row {begin + int(unequal[0])} differs from the embedding's"
+    return None
 
 
 def _draft(read: _Sources, model: ModelConfig, frontend: Frontend) -> tuple[NDArray[np.int32] | None, Ranking | None]:

@@ -62,6 +62,15 @@ def test_differing_head_beside_a_tied_embedding_is_refused(dense: TinyCheckpoint
     assert f"row {row} differs" in problem.message
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_head_of_another_dtype_beside_a_tied_embedding_is_refused(
+    dense: TinyCheckpoint, plan_of: PlanOf, dtype: str
+) -> None:
+    dense.config["tie_word_embeddings"] = True
+    dense.tensors["lm_head.weight"] = np.zeros((384, 72), dtype)
+    assert only(plan_of(dense.save())).code == "tied-head-differs"
+
+
 def test_missing_head_of_an_untied_model_is_refused(dense: TinyCheckpoint, plan_of: PlanOf) -> None:
     del dense.tensors["lm_head.weight"]
     problem = only(plan_of(dense.save()))
