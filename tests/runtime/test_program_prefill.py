@@ -182,6 +182,7 @@ def test_limits_and_options_outside_the_backend_are_refused(dense: BoundModel) -
     for bad in ({"max_rows": 2}, {"n_pages": 0}, {"device_snapshots": -1}, {"page_tokens": 32}):
         with pytest.raises(UsageError):
             ProgramLimits(**bad)
-    for options in ({"kv_dtype": "fp6"}, {"device": "toaster"}, {"device": "cuda:99"}, {"device": "meta"}):
+    options = [ProgramOptions(kv_dtype="fp6"), *(ProgramOptions(device=d) for d in ("toaster", "cuda:99", "meta"))]
+    for option in options:
         with pytest.raises(UsageError):
-            backend.plan_memory(dense, LIMITS, ProgramOptions(**options))
+            backend.plan_memory(dense, LIMITS, option)

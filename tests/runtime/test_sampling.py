@@ -29,13 +29,13 @@ OFF: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.
 
 
 def logits_of(*probabilities: float) -> Float32s:
-    return np.log(np.array(probabilities)).astype(np.float32)
+    return np.log(np.array(probabilities, np.float64)).astype(np.float32)
 
 
 def kept(logits: Float32s, **fields: Any) -> list[int]:
     """Ids that may be drawn, most likely first."""
     params = SamplingParams(**(OFF | fields))
-    return candidates(adjust(logits, params, None, None), params).ids.tolist()
+    return [int(i) for i in candidates(adjust(logits, params, None, None), params).ids]
 
 
 def test_ties_go_to_the_lower_id() -> None:
