@@ -97,6 +97,21 @@ def test_header_length_that_looks_like_another_kind_of_file_is_read(tmp_path: Pa
     assert (problem, found is not None) == (None, True)
 
 
+def test_mutated_headers_never_raise(tmp_path: Path, fresh_seed: int) -> None:
+    rng = np.random.default_rng(fresh_seed)
+    whole = header_file(tmp_path / "x", {f"t{i}": tensor(8 * i, 8 * i + 8, [2, 2]) for i in range(6)}, 48).read_bytes()
+    for _ in range(500):
+        damaged = bytearray(whole[: rng.integers(0, len(whole) + 1)] if rng.random() < 0.2 else whole)
+        for _ in range(rng.integers(0, 4)):
+            if damaged:
+                damaged[rng.integers(0, len(damaged))] = rng.integers(0, 256)
+        (tmp_path / "y").write_bytes(damaged)
+        header, problem = read_header(tmp_path / "y", "y")
+        assert header is not None or problem is not None
+        if problem is None and header is not None:
+            assert all(t.end <= 48 for t in header.tensors.values())
+
+
 def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x")
     found, problem = read_header(tmp_path / "x", "x")
