@@ -39,6 +39,9 @@ lint: $(TEST_STAMP)  ## ruff and mypy --strict over the tree
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+bench: $(TEST_STAMP)  ## every benchmark of scripts/bench_*.py, one after the other
+	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
 clean:  ## remove build output and caches, keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
