@@ -153,8 +153,7 @@ class StoredObject:
             assert self.reader is not None
             tensor, index = self.reader.locate(error.row, error.column)
             raise SourceError(
-                f"tensor {tensor!r} holds {error.value} at index {list(index)} (for object {self.entry.name!r}); "
-                f"{error.why}; the checkpoint is damaged or was saved from a diverged model"
+                f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {self.entry.name}); {error.why}"
             ) from None
 
     def read(self, begin: int, end: int, space: Workspace, out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:

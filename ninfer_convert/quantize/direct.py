@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_convert.quantize.bad_value import BadValue
+from ninfer_convert.quantize.bad_value import NOT_FINITE, BadValue
 from ninfer_format.numeric.direct import widen_bf16
 
 Words = NDArray[np.uint16]
@@ -22,7 +22,7 @@ def check_finite(words: Words, first_row: int = 0) -> None:
     bad = (words & _POSITIVE_INFINITY) == _POSITIVE_INFINITY
     row, column = np.unravel_index(int(bad.argmax()), bad.shape)
     value = float(widen_bf16(words[row, column : column + 1])[0])
-    raise BadValue(first_row + int(row), int(column), value, "only finite weights can be stored")
+    raise BadValue(first_row + int(row), int(column), value, NOT_FINITE)
 
 
 def store_transposed(words: Words, out: Words) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ninfer_convert.quantize.bad_value import BadValue
+from ninfer_convert.quantize.bad_value import NOT_FINITE, BadValue
 from ninfer_convert.quantize.block import Scratch, encode_block, make_scratch, scripted_block
 from ninfer_convert.quantize.scales import Scales, ScaleTable, scale_table, scales_of
 from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT_COLUMNS, NumericFormat, RowSplitPlanes, row_split_planes
@@ -130,10 +130,10 @@ def _refuse(rows: Rows, fmt: NumericFormat, table: ScaleTable, first_row: int) -
     else:
         values = rows.astype(np.float32, copy=False)
     for bad, why in (
-        (~np.isfinite(values), "grouped formats hold finite values only"),
+        (~np.isfinite(values), NOT_FINITE),
         (
             np.abs(values) >= np.float32(table.first_refused),
-            f"its scale exceeds binary16; {fmt.name} holds magnitudes below {65520 * fmt.qmax}",
+            f"{fmt.name} holds magnitudes below {65520 * fmt.qmax}, beyond that no binary16 scale; build with --recipe bf16",
         ),
     ):
         if bad.any():
