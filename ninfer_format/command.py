@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from ninfer_format.errors import MissingExtraError, NinferError, StorageError
 
 INTERRUPTED = 130
+BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
@@ -53,7 +54,9 @@ def run_cli(app: Callable[..., Any]) -> NoReturn:
         code = INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()
-        code = 128 + signal.SIGPIPE
+        code = BROKEN_PIPE
+    except SystemExit as ended:  # click ends with 1 on a broken pipe, which would mean "checked and bad"
+        code = BROKEN_PIPE if type(sys.stdout).__name__ == "PacifyFlushWrapper" else ended.code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code = fail(StorageError(f"{where}{error.strerror or error}"))

@@ -96,15 +96,12 @@ class _Chat:
         )
         prepare_seconds = time.perf_counter() - started
         sampling = resolve_sampling(session, self._sampling_options, thinking=prompt.thinking)
-        stream_options = stream_options_of(session, prompt, conversation, options)
+        request = request_of(session, prompt, sampling, options)
+        request.check(session.frontend.tokenizer.n_addressable, session.vocab_rows, self._engine.config.max_context)
+        stream = session.frontend.stream(stream_options_of(session, prompt, conversation, options))
         console = Console()
         try:
-            answer = run_answer(
-                self._engine,
-                request_of(session, prompt, sampling, options),
-                session.frontend.stream(stream_options),
-                console.show,
-            )
+            answer = run_answer(self._engine, request, stream, console.show)
         finally:
             console.close()
         self._interrupted = answer.reason is FinishReason.CANCELLED

@@ -13,6 +13,7 @@ from ninfer_format.errors import UsageError
 from ninfer_runtime.commands.options import EngineOptions
 from ninfer_runtime.commands.report import say, say_rows, start_rows
 from ninfer_runtime.commands.session import open_session
+from ninfer_runtime.engine.sequence import check_tokens
 
 
 def logits(engine_options: EngineOptions, token_ids: tuple[int, ...], out: Path) -> int:
@@ -20,6 +21,7 @@ def logits(engine_options: EngineOptions, token_ids: tuple[int, ...], out: Path)
     if out.is_dir() or not out.parent.is_dir():
         raise UsageError(f"{out}: cannot be written; expected a file name in a folder that exists")
     with open_session(engine_options) as session:
+        check_tokens(token_ids, session.vocab_rows)
         config = session.engine_config(context=len(token_ids))
         with session.engine(config) as engine:
             say_rows(start_rows(session, config, engine.plan))
