@@ -77,6 +77,8 @@ def main() -> None:
     only = parser.parse_args().only
     # The commands of this interpreter's environment come first, whatever else the machine has.
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    # Matrices of 128 columns gain nothing from a second thread and lose much to one that waits for a busy core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     shutil.rmtree(ROOT / OUT, ignore_errors=True)
     (ROOT / OUT).mkdir(parents=True)
     started = time.monotonic()
