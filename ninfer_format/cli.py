@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -258,16 +260,19 @@ def sums(files: Files, jobs: Jobs = None, as_json: Json = False) -> int:
     from ninfer_format.hashing import parallel, sha256_file
     from ninfer_format.sums import sums_line
 
-    def one(path: Path) -> str | NinferError:
-        (result,) = _each([path], sha256_file)
-        return result[1]
+    stop = threading.Event()
+    with progress_bytes(sum(path.stat().st_size for path in files if path.is_file()), "sha256") as advance:
 
-    total = sum(path.stat().st_size for path in files if path.is_file())
-    results: list[str | NinferError] = []
-    with progress_bytes(total, "sha256") as advance:
-        for path, result in zip(files, parallel(one, files, jobs), strict=True):
-            results.append(result)
-            advance(path.stat().st_size if path.is_file() else 0)
+        def tick(n_bytes: int) -> None:
+            if stop.is_set():
+                raise UsageError("interrupted")
+            advance(n_bytes)
+
+        def one(path: Path) -> str | NinferError:
+            hashed = _each([path], lambda path: sha256_file(path, lambda total, what: nullcontext(tick)))
+            return next(hashed)[1]
+
+        results = list(parallel(one, files, jobs, stop))
     code = _worst([result.exit_code for result in results if isinstance(result, NinferError)])
     if as_json:
         rows = [
@@ -370,7 +375,7 @@ def inventory(
     if objects:
         lines = []
         for entry in planned.objects:
-            shape = "×".join(map(str, getattr(entry, "shape", ()))) or "-"
+            shape = "x".join(map(str, getattr(entry, "shape", ()))) or "-"
             lines.append(f"{entry.offset:>14} {entry.n_bytes:>13} {format_of(entry):<12} {shape:<16} {entry.name}")
         typer.echo("\n".join([f"{'offset':>14} {'bytes':>13} {'format':<12} {'shape':<16} name", *lines]))
     typer.echo(

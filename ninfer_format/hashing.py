@@ -6,6 +6,8 @@ speed is the same), resident memory stays flat, and a file that shrinks meanwhil
 
 import hashlib
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -88,18 +90,25 @@ def sha256_file(path: str | os.PathLike[str], progress: Progress = silent) -> st
             return hash_range(stream.fileno(), 0, n, advance=advance).hex()
 
 
-def parallel(work: Callable[[T], R], items: Iterable[T], jobs: int | None) -> Iterator[R]:
-    """``work`` over ``items`` on ``jobs`` threads (default: all cores), results in order, a bounded number ahead."""
+def parallel(
+    work: Callable[[T], R], items: Iterable[T], jobs: int | None, stop: threading.Event | None = None
+) -> Iterator[R]:
+    """``work`` over ``items`` on ``jobs`` threads (default: all cores), results in order, a bounded number ahead.
+
+    When the caller leaves early, nothing new starts, and ``stop`` is set so that long work can look at it and end.
+    """
     jobs = max(1, jobs or available_cores())
     with ThreadPoolExecutor(jobs) as pool:
-        waiting: list[Future[R]] = []
+        waiting: deque[Future[R]] = deque()
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
                 if len(waiting) >= 4 * jobs:
-                    yield waiting.pop(0).result()
+                    yield waiting.popleft().result()
             while waiting:
-                yield waiting.pop(0).result()
+                yield waiting.popleft().result()
         finally:
+            if stop is not None:
+                stop.set()
             for future in waiting:
                 future.cancel()

@@ -77,20 +77,18 @@ def _worst(largest: float, smallest: float, total: float, side: float) -> float:
 
 
 def _lay_row(sizes: Sequence[float], total: float, free: Rect) -> tuple[list[Rect], Rect]:
-    """One row along the shorter side of ``free``, and what is left of it."""
+    """One row along the shorter side of ``free``, and what is left of it (never negative, whatever is rounded)."""
+    upright = free.w >= free.h
+    side, depth = (free.h, free.w) if upright else (free.w, free.h)
+    thickness = min(total / side, depth) if side > 0 else 0.0
     row: list[Rect] = []
-    if free.w >= free.h:
-        thickness, at = min(total / free.h if free.h else 0.0, free.w), free.y
-        for size in sizes:
-            length = free.h * size / total
-            row.append(Rect(free.x, at, thickness, length))
-            at += length
-        return row, Rect(free.x + thickness, free.y, free.w - thickness, free.h)
-    thickness, at = min(total / free.w, free.h), free.x
+    at = free.y if upright else free.x
     for size in sizes:
-        length = free.w * size / total
-        row.append(Rect(at, free.y, length, thickness))
+        length = side * size / total if total > 0 else 0.0
+        row.append(Rect(free.x, at, thickness, length) if upright else Rect(at, free.y, length, thickness))
         at += length
+    if upright:
+        return row, Rect(free.x + thickness, free.y, free.w - thickness, free.h)
     return row, Rect(free.x, free.y + thickness, free.w, free.h - thickness)
 
 
@@ -163,7 +161,9 @@ def svg(shown: Overview) -> str:
         head = _HEAD if area.h > 3 * _HEAD and area.w > 40 else 0.0
         if head:
             parts.append(_label([sized, title], area, y=13, kind="head"))
-        inner = Rect(area.x + 1, area.y + max(head, 1.0), max(0.0, area.w - 2), max(0.0, area.h - max(head, 1.0) - 1))
+        edge = min(1.0, area.w / 4, area.h / 4)
+        top = head or edge
+        inner = Rect(area.x + edge, area.y + top, area.w - 2 * edge, area.h - top - edge)
         layers = [list(group) for _, group in groupby(objects, key=_layer)]
         for members, box in _tiled(layers, _total, inner):
             for position, (entry, cell) in enumerate(_tiled(members, lambda entry: entry.n_bytes, box)):
