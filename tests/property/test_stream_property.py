@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count, cycle, pairwise
@@ -119,6 +120,8 @@ def test_events_of_a_call_are_well_formed_and_plain_text_is_unchanged(text: str,
             if not isinstance(event, ToolCallArguments):
                 open_index = None
     assert open_index is None or reply.stop is not None
+    for made in reply.tool_calls:
+        assert isinstance(json.loads(made.arguments), dict)
     if chosen.raw and not chosen.stops:
         assert reply.content == text
     elif not chosen.raw and not chosen.tools and not chosen.stops and "think>" not in text and not chosen.starts_inside:

@@ -43,6 +43,15 @@ def test_text_around_calls_is_kept_and_their_framing_is_not() -> None:
     assert len(found.tool_calls) == 1
     assert reply(f"Hi{PARIS} and bye", tools=TOOLS).content == "Hi and bye"
     assert reply(f"\n\n{PARIS}\n\n{PARIS}\n", tools=TOOLS).content == ""
+    assert reply(f"Hi.\n\n{PARIS}\n{PARIS} Done.", tools=TOOLS).content == "Hi.\n\nDone."
+    assert reply(f"{PARIS}\n\nDone.", tools=TOOLS).content == "Done."
+
+
+def test_parameters_of_one_call_become_one_object_in_order() -> None:
+    text = call("f", ("b", "x\ny"), ("a", "1"), ("c", "[true]"))
+    found = reply(text, tools=(tool(a={"type": "integer"}, b={"type": "string"}, c={"type": "array"}),))
+    (made,) = found.tool_calls
+    assert made.arguments == '{"b": "x\\ny", "a": 1, "c": [true]}'
 
 
 def test_several_calls_keep_their_order_and_count_up() -> None:
@@ -204,6 +213,13 @@ def test_a_malformed_block_is_text_and_the_good_calls_around_it_survive(block: s
     found = reply(f"{PARIS}\n{block}{PARIS}", tools=TOOLS)
     assert found.content.strip() == block.strip()
     assert calls(found) == [("get_weather", {"city": "Paris"})] * 2
+
+
+def test_a_failed_block_keeps_the_whitespace_around_it() -> None:
+    text = f"Hi.\n\n{BROKEN['text between tags']}\n\n{BROKEN['two functions']}\n"
+    assert reply(text, tools=TOOLS).content == text
+    after_call = f"{PARIS}\n\n{BROKEN['text between tags']} end"
+    assert reply("Hi.\n" + after_call, tools=TOOLS).content == f"Hi.\n{BROKEN['text between tags']} end"
 
 
 def test_a_parameter_that_swallows_the_next_one_breaks_the_block() -> None:
