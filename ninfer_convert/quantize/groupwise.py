@@ -133,7 +133,7 @@ def _refuse(rows: Rows, fmt: NumericFormat, table: ScaleTable, first_row: int) -
         (~np.isfinite(values), NOT_FINITE),
         (
             np.abs(values) >= np.float32(table.first_refused),
-            f"{fmt.name} holds magnitudes below {65520 * fmt.qmax}, beyond that no binary16 scale; build with --recipe bf16",
+            f"{fmt.name} with its binary16 scales holds magnitudes below {65520 * fmt.qmax}; build with --recipe bf16",
         ),
     ):
         if bad.any():
