@@ -29,23 +29,27 @@ class Question:
 
     text: str
     expected: str
-    options: tuple[str, ...] = ("--no-thinking",)
+    thinks: bool = False
 
 
 QUESTIONS = (
     Question("What is the capital of France?", "Paris"),
-    Question("What is 17 + 15?", "32", options=()),
+    Question("What is 17 + 15?", "32", thinks=True),
     Question("Tell me a story about a fox and a silver bell.", "they became friends"),
 )
 
 
-def run(*arguments: str) -> str:
-    """Print a command, run it with its output shown, and return its stdout; SystemExit with its code when it fails."""
-    print(f"\n$ {shlex.join(arguments)}", flush=True)
-    finished = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+def run(*arguments: str, answer_only: bool = False) -> str:
+    """Print a command, run it with its output shown, and return its stdout; SystemExit when it fails.
+
+    ``answer_only`` leaves thinking and statistics out, which go to stderr.
+    """
+    print(f"\n$ {shlex.join(arguments)}{' 2>/dev/null' if answer_only else ''}", flush=True)
+    stderr = subprocess.PIPE if answer_only else None
+    finished = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
     print("\n".join(shortened(finished.stdout.splitlines())), flush=True)
     if finished.returncode:
-        sys.exit(f"demo: {arguments[0]} ended with {finished.returncode}")
+        sys.exit(f"{finished.stderr or ''}demo: {arguments[0]} ended with {finished.returncode}")
     return finished.stdout
 
 
@@ -66,7 +70,9 @@ def show(name: str) -> None:
     run("ninfer-verify", "index", artifact)
     run("ninfer-verify", "check", "--full", artifact)
     for question in QUESTIONS:
-        answer = run("ninfer-run", "generate", artifact, "--greedy", *question.options, "--prompt", question.text)
+        mode = () if question.thinks else ("--no-thinking",)
+        generate = ("ninfer-run", "generate", artifact, "--greedy", *mode, "--prompt", question.text)
+        answer = run(*generate, answer_only=not question.thinks)
         if question.expected not in answer:
             sys.exit(f"demo: the answer to {question.text!r} lacks {question.expected!r}")
 
