@@ -3,10 +3,11 @@
 import sys
 import time
 
-from ninfer_format.errors import GenerationError, RequestError
+from ninfer_format.errors import GenerationError, RequestError, UsageError
 from ninfer_runtime.commands.answer import Answer, Console, run_answer
 from ninfer_runtime.commands.generate import request_of, say_notes, stream_options_of
 from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
+from ninfer_runtime.commands.parsing import as_text
 from ninfer_runtime.commands.report import answer_rows, say, say_rows, start_rows
 from ninfer_runtime.commands.sampling_defaults import resolve_sampling
 from ninfer_runtime.commands.session import Session, open_session
@@ -68,6 +69,9 @@ class _Chat:
                 self._interrupted = True
                 say("\n(Ctrl-C again or /quit to leave)")
                 continue
+            except UsageError as error:
+                say(f"error: {error}")
+                continue
             if line is None or line.strip() in ("/quit", "/exit"):
                 return 0
             self._take(line)
@@ -118,7 +122,10 @@ def _as_message(answer: Answer) -> Message:
 
 
 def read_line() -> str | None:
-    """The next line without its newline, None at the end of input. On a terminal it can be edited."""
+    """The next line without its newline, None at the end of input. On a terminal it can be edited.
+
+    UsageError when it is not UTF-8.
+    """
     if sys.stdin.isatty() and sys.stdout.isatty():
         import readline  # noqa: F401 - importing it is what gives ``input`` editing and history
 
@@ -127,5 +134,7 @@ def read_line() -> str | None:
         except EOFError:
             sys.stdout.write("\n")
             return None
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the line is not UTF-8: byte {error.start} cannot be decoded") from None
+    line = sys.stdin.buffer.readline()
+    return as_text(line, "the line").rstrip("\r\n") if line else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ninfer_format.command import require_extra
 from ninfer_format.errors import ArtifactError, UsageError
@@ -14,6 +14,9 @@ from ninfer_runtime.text.reasoning import THINK_CLOSE, THINK_OPEN
 from ninfer_runtime.text.stream import StreamOptions, TextStream
 from ninfer_runtime.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, Tokenizer
 from ninfer_runtime.text.tool_calls import new_call_id, tools_from
+
+if TYPE_CHECKING:
+    from ninfer_runtime.text.template import ChatTemplate
 
 FOLDER = "frontend/"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -35,7 +38,9 @@ class Prompt:
 class Frontend:
     """The text side of one artifact."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Any, generation: GenerationDefaults, eos: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: "ChatTemplate", generation: GenerationDefaults, eos: str | None
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.generation = generation

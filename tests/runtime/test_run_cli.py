@@ -1,36 +1,25 @@
-"""ninfer-run from outside: what goes to stdout and stderr, exit codes, refusals before anything starts."""
+"""ninfer-run generate from outside: what goes to stdout and stderr, exit codes, refusals before anything starts."""
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import numpy as np
 import pytest
 
-from ninfer_convert.pipeline import build
-from ninfer_convert.plan import BuildOptions, make_plan
 from ninfer_format import Artifact
-from ninfer_runtime import cli
 from ninfer_runtime.commands.options import EngineOptions, SamplingOptions
 from ninfer_runtime.commands.sampling_defaults import resolve_sampling
 from ninfer_runtime.commands.session import Session, open_session
 from ninfer_runtime.engine import engine as engine_module
 from ninfer_runtime.text.frontend import Frontend
 from ninfer_runtime.text.messages import Conversation
+from tests.runtime.conftest import ArtifactOf
+from tests.runtime.run_command import GREEDY, ROOT, SUM, Ninfer, in_this_process, started
 
-ROOT = Path(__file__).resolve().parents[2]
-SUM = "What is 12 + 7?"
 THOUGHT = "Tens: 10 + 0 = 10. Ones: 2 + 7 = 9. 10 + 9 = 19."
 WEATHER = {
     "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
@@ -39,62 +28,15 @@ WEATHER = {
 WEATHER_CALL = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 
 
-@dataclass(frozen=True)
-class Run:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(artifact_of: ArtifactOf) -> Path:
     """The trained tiny dense checkpoint as groupwise-int."""
-    out = tmp_path_factory.mktemp("model") / "tiny.ninfer"
-    planned = make_plan(BuildOptions(ROOT / "examples" / "tiny" / "dense", out=out))
-    assert not planned.problems, planned.problems
-    build(planned, progress=lambda n_bytes: None)
-    return out
-
-
-Ninfer = Callable[..., Run]
+    return artifact_of("dense", "groupwise-int")
 
 
 @pytest.fixture
 def ninfer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ninfer:
-    """Run the command in this process."""
-
-    def run(*arguments: object, stdin: bytes = b"") -> Run:
-        monkeypatch.setattr(sys, "argv", ["ninfer-run", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        text = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int)
-        return Run(code, text.out, text.err)
-
-    return run
-
-
-def started(*arguments: object) -> subprocess.Popen[str]:
-    """The command as its own process, with pipes."""
-    program = "import sys; from ninfer_runtime.cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-GREEDY = ("--greedy", "--dtype", "float32")
+    return in_this_process(capsys, monkeypatch)
 
 
 # ---- generate ------------------------------------------------------------------------------------
@@ -390,126 +332,3 @@ def test_a_reader_that_leaves_ends_it_quietly(model: Path) -> None:
     err = process.stderr.read()
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
     assert "Traceback" not in err
-
-
-def test_chat_remembers_resets_and_quits_on_piped_lines(ninfer: Ninfer, model: Path) -> None:
-    lines = "What is 3 + 4?\n\nWhat is 5 + 6?\n/reset\n/nonsense\nWhat is 5 + 6?\n/quit\nnever\n"
-    run = ninfer("chat", model, *GREEDY, "--no-thinking", "--statistics", stdin=lines.encode())
-    assert run.code == 0
-    assert run.out.splitlines()[0] == "3 + 4 = 7."
-    assert run.out.splitlines()[2] == "5 + 6 = 11."
-    prompts = [int(line.split("|")[2]) for line in run.err.splitlines() if line.startswith("tokens | prompt")]
-    assert prompts[1] > prompts[0] == prompts[2]
-    assert "forgotten" in run.err
-
-
-def test_chat_goes_on_after_a_question_that_does_not_fit(ninfer: Ninfer, model: Path) -> None:
-    lines = "x" * 500 + "\nWhat is 3 + 4?\n"
-    run = ninfer("chat", model, *GREEDY, "--no-thinking", "--max-context", 64, stdin=lines.encode())
-    assert (run.code, run.out) == (0, "3 + 4 = 7.\n")
-    assert "error: the prompt has" in run.err
-
-
-def test_chat_refuses_bad_options_before_it_starts(ninfer: Ninfer, model: Path) -> None:
-    for arguments in (("--top-p", "2"), ("--stop", ""), ("--reasoning-effort", "low"), ("--stop-token-id", "999")):
-        assert ninfer("chat", model, *arguments, stdin=b"hi\n").code == 2
-
-
-def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(model: Path) -> None:
-    process = started("chat", model, *GREEDY, "--no-thinking", "--max-new", 1800, "--stop-token-id", 0)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("Tell me a story about a fox and a lamp.\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate("What is 3 + 4?\n/quit\n", timeout=60)
-    assert process.returncode == 0, err
-    assert len(out.splitlines()) == 2
-
-
-def test_chat_on_a_terminal_edits_lines_and_leaves_on_the_second_interrupt(model: Path) -> None:
-    pty = pytest.importorskip("pty")
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(ROOT)
-        program = "import sys; from ninfer_runtime.cli import main; sys.exit(main())"
-        os.execv(sys.executable, [sys.executable, "-c", program, "chat", str(model), *GREEDY, "--no-thinking"])
-    seen = ""
-
-    def until(text: str) -> None:
-        nonlocal seen
-        limit = time.monotonic() + 60
-        while text not in seen:
-            assert time.monotonic() < limit, seen
-            seen += os.read(terminal, 4096).decode(errors="replace")
-        seen = seen[seen.index(text) + len(text) :]
-
-    until("> ")
-    os.write(terminal, b"What is 3 + 4?\n")
-    until("3 + 4 = 7.")
-    until("> ")
-    os.write(terminal, b"\x03")
-    until("Ctrl-C again")
-    until("> ")
-    os.write(terminal, b"\x03")
-    _, status = os.waitpid(child, 0)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 130
-
-
-# ---- logits and score ----------------------------------------------------------------------------
-def test_logits_of_every_row_are_written_and_lead_to_the_greedy_token(
-    ninfer: Ninfer, model: Path, tmp_path: Path
-) -> None:
-    document = ninfer("generate", model, "--prompt", SUM, *GREEDY, "--json").document
-    with Artifact.open(model) as artifact:
-        prompt = Frontend.open(artifact).prompt(Conversation.of_prompt(SUM)).token_ids
-    ids = [*prompt, *document["token_ids"][:8]]
-    out = tmp_path / "x.npz"
-    run = ninfer("logits", model, "--ids", ",".join(map(str, ids)), "--out", out, "--dtype", "float32")
-    assert (run.code, run.out) == (0, "")
-    with np.load(out) as arrays:
-        logits, stored_ids = arrays["logits"], arrays["ids"]
-    assert (logits.shape, logits.dtype, stored_ids.tolist()) == ((len(ids), 640), np.float32, ids)
-    assert logits[len(prompt) - 1 : -1, :623].argmax(axis=1).tolist() == document["token_ids"][:8]
-    assert list(tmp_path.iterdir()) == [out]
-
-
-def test_logits_take_padding_rows_and_ids_from_stdin(ninfer: Ninfer, model: Path, tmp_path: Path) -> None:
-    run = ninfer("logits", model, "--ids", "-", "--out", tmp_path / "x.npz", stdin=b"1, 2,639\n")
-    assert run.code == 0
-    with np.load(tmp_path / "x.npz") as arrays:
-        assert arrays["ids"].tolist() == [1, 2, 639]
-
-
-def test_logits_refuse_what_they_cannot_do_and_leave_no_file(ninfer: Ninfer, model: Path, tmp_path: Path) -> None:
-    assert ninfer("logits", model, "--ids", "1,640", "--out", tmp_path / "x.npz").code == 2
-    assert ninfer("logits", model, "--ids", "1", "--out", tmp_path / "no" / "x.npz").code == 2
-    assert ninfer("logits", model, "--ids", "1", "--out", tmp_path).code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_score_is_the_mean_over_the_logits(ninfer: Ninfer, model: Path, tmp_path: Path) -> None:
-    text = "The capital of France is Paris.\n<|im_end|>"
-    file = tmp_path / "text.txt"
-    file.write_text(text)
-    document = ninfer("score", model, "--text", file, "--json", "--dtype", "float32").document
-    with Artifact.open(model) as artifact:
-        ids = Frontend.open(artifact).tokenizer.encode_text(text)
-    assert max(ids) < 590, "a text file holds no control tokens"
-    ninfer("logits", model, "--ids", ",".join(map(str, ids)), "--out", tmp_path / "x.npz", "--dtype", "float32")
-    with np.load(tmp_path / "x.npz") as arrays:
-        logits = arrays["logits"][:-1, :623].astype(np.float64)
-    log_z = np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)) + logits.max(axis=1)
-    nats = float((log_z - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
-    assert document["nats_per_token"] == pytest.approx(nats, abs=1e-6)
-    assert document["perplexity"] == pytest.approx(math.exp(nats), rel=1e-6)
-    assert (document["tokens"], document["scored_tokens"]) == (len(ids), len(ids) - 1)
-    text_run = ninfer("score", model, "--text", "-", "--dtype", "float32", stdin=text.encode())
-    assert text_run.out.startswith(f"perplexity {document['perplexity']:.4f}, ")
-
-
-def test_score_needs_two_tokens(ninfer: Ninfer, model: Path) -> None:
-    assert ninfer("score", model, "--text", "-", stdin=b"a").code == 2
-    assert ninfer("score", model, "--text", "absent.txt").code == 2
