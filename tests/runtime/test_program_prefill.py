@@ -10,7 +10,7 @@ import pytest
 
 from ninfer_format.errors import UsageError
 from ninfer_runtime.backends.base import ContractError, EmbeddingRows, PrefillChunk, ProgramLimits, ProgramOptions
-from ninfer_runtime.backends.reference import ReferenceBackend
+from ninfer_runtime.backends.reference import ReferenceBackend, weights
 from ninfer_runtime.config import Dtype, SamplingParams
 from ninfer_runtime.models.binder import BoundModel
 from tests.runtime.programs import (
@@ -48,6 +48,22 @@ def test_results_do_not_depend_on_what_stays_resident(model: BoundModel, fresh_s
         results.append(prefill(backend.create(model, plan), ids))
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
+
+
+def test_matrix_of_many_blocks_is_decoded_ahead_and_in_order(
+    model: BoundModel, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
+) -> None:
+    ids, backend = random_ids(model, fresh_seed, 20), ReferenceBackend()
+    whole = prefill(program_of(model), ids)
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 100 * 4 * model.spec.text.hidden)
+    results = []
+    for budget in (0, 300_000, 1 << 30):
+        plan = backend.plan_memory(model, LIMITS, ProgramOptions(weight_budget=budget))
+        program = backend.create(model, plan)
+        results += [prefill(program, ids), prefill(program, ids)]
+        assert program._weights.resident_bytes <= plan.weight_bytes
+    assert all(np.array_equal(result, results[0]) for result in results)
+    np.testing.assert_allclose(results[0], whole, rtol=0, atol=1e-4)
 
 
 def test_bfloat16_stays_close_to_float32(dense: BoundModel, fresh_seed: int) -> None:

@@ -16,7 +16,7 @@ from ninfer_runtime.models.views import View
 
 from .linear import ROW_TILE
 from .numerics import TORCH_DTYPES
-from .weights import BLOCK_BYTES
+from .weights import BLOCK_BYTES, DECODERS
 
 FLOAT32_BYTES = 4
 KV_DTYPES = {"auto": None, "bf16": torch.bfloat16}
@@ -123,4 +123,4 @@ def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, size: int) -> int:
     gathered = 2 * t.n_kv_heads * limits.max_context * t.head_dim * FLOAT32_BYTES
     records = MAX_ROUNDS_IN_FLIGHT * limits.max_rows * limits.max_columns * record_bytes(spec, size)
     logits = max(ROW_TILE, limits.logits_rows, limits.max_rows * limits.max_columns) * t.vocab_rows * FLOAT32_BYTES
-    return activations + gathered + records + logits + 3 * BLOCK_BYTES + state_bytes(spec, size)
+    return activations + gathered + records + logits + (DECODERS + 2) * BLOCK_BYTES + state_bytes(spec, size)

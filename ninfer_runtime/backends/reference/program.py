@@ -138,6 +138,7 @@ class ReferenceProgram:
         self._book.settle(launched, give_up=True)
 
     def close(self) -> None:
+        self._weights.close()
         del self._weights, self._pool, self._slots
 
     # ---- inside ------------------------------------------------------------------------------

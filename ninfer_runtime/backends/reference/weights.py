@@ -4,8 +4,12 @@ What was decoded first stays; a matrix beyond the budget is decoded again on eve
 runs, slowly. Block boundaries depend on the matrix alone: results do not change with the budget.
 """
 
+import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 import torch
@@ -21,6 +25,8 @@ from .numerics import TORCH_DTYPES
 
 BLOCK_BYTES = 32 << 20
 BLOCK_ROW_MULTIPLE = 64
+DECODERS = min(4, os.cpu_count() or 1)
+"""Threads that decode ahead; each holds one block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Weights:
         self._budget = budget
         self._blocks: dict[tuple[str, int, int], Tensor] = {}
         self._vectors: dict[str, Tensor] = {}
+        self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
+        self._lock = Lock()
         self.resident_bytes = 0
 
     @property
@@ -70,11 +78,24 @@ class Weights:
         return self._vectors[view.name][view.begin : view.end]
 
     def matrix(self, view: View) -> Iterator[Block]:
-        """The rows of ``view`` in consecutive blocks, numbered from the view's first row."""
+        """The rows of ``view`` in consecutive blocks, numbered from the view's first row.
+
+        While one block is in use, the next ones are decoded on other threads.
+        """
         step = rows_per_block(self.shape(view.name)[1])
-        for begin in range(view.begin, view.end, step):
-            end = min(begin + step, view.end)
-            yield Block(begin - view.begin, end - view.begin, self._block(view.name, begin, end))
+        spans = [(begin, min(begin + step, view.end)) for begin in range(view.begin, view.end, step)]
+        pending: deque[Future[Tensor]] = deque()
+        for i, (begin, end) in enumerate(spans):
+            ahead = spans[i + len(pending) : i + 1 + DECODERS] if len(spans) > 1 else ()
+            pending.extend(self._decoders.submit(self._block, view.name, *span) for span in ahead)
+            rows = pending.popleft().result() if pending else self._block(view.name, begin, end)
+            yield Block(begin - view.begin, end - view.begin, rows)
+
+    def close(self) -> None:
+        """Drop everything decoded and end the decoding threads."""
+        self._decoders.shutdown(cancel_futures=True)
+        self._blocks.clear()
+        self._vectors.clear()
 
     def embed(self, view: View, token_ids: Tensor) -> Tensor:
         """Rows of an embedding matrix, [T, hidden] in the program's dtype; only these rows are read."""
@@ -89,7 +110,8 @@ class Weights:
         values = np.ascontiguousarray(self._artifact.rows(name, slice(begin, end)), np.float32)
         block = torch.from_numpy(values).to(self._device).to(self._dtype)
         n_bytes = block.numel() * block.element_size()
-        if self.resident_bytes + n_bytes <= self._budget:
-            self._blocks[key] = block
-            self.resident_bytes += n_bytes
+        with self._lock:
+            if self.resident_bytes + n_bytes <= self._budget:
+                self._blocks[key] = block
+                self.resident_bytes += n_bytes
         return block
