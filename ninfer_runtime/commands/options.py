@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ninfer_format.errors import UsageError
 from ninfer_runtime.config import Dtype
 
 
@@ -40,7 +41,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How an answer is asked for and read."""
+    """How an answer is asked for and read. UsageError for options that exclude each other."""
 
     max_new: int = 128
     stops: tuple[str, ...] = ()
@@ -51,3 +52,7 @@ class AnswerOptions:
     raw_output: bool = False
     print_token_ids: bool = False
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.raw_output and self.reasoning_stops:
+            raise UsageError("--raw-output does not tell thinking apart; leave out --reasoning-stop")

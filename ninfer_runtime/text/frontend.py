@@ -27,7 +27,7 @@ END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation: its text, its ids, and whether it ends within an open thinking block."""
+    """A rendered conversation. ``starts_inside``: it ends within an open thinking block; ``thinking``: its mode."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -100,7 +100,8 @@ class Frontend:
             TemplateOptions(thinking if capabilities.thinking_switch else None, preserve_thinking, reasoning_effort),
         )
         token_ids = tuple(self.tokenizer.encode_segments(rendered.segments))
-        return Prompt(rendered.text, token_ids, rendered.starts_inside, thinking)
+        thinks = thinking and (capabilities.thinking_switch or rendered.starts_inside)
+        return Prompt(rendered.text, token_ids, rendered.starts_inside, thinks)
 
     def ends_inside(self, token_ids: Sequence[int]) -> bool:
         """Does a prompt given as ids end within an open thinking block of its last turn?"""

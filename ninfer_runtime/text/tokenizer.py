@@ -91,9 +91,11 @@ class Tokenizer:
         if not text:
             return []
         try:
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            encoded = self._encoder.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # lone surrogates, from JSON escapes or undecodable arguments
-            return self.encode_text(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            encoded = self._encoder.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
         return ids
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:

@@ -208,6 +208,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], str]] = [
     (("--prompt", "x", "--reasoning-effort", "low"), "the chat template of this artifact has none"),
     (("--prompt", "x", "--reasoning-effort", "low", "--no-thinking"), "needs thinking"),
     (("--prompt", "x", "--greedy", "--temperature", "1"), "--greedy is temperature 0"),
+    (("--prompt", "x", "--raw-output", "--reasoning-stop", "a"), "leave out --reasoning-stop"),
     (("--prompt", "x", "--backend", "fpga"), "expected one of reference"),
     (("--prompt", "x", "--dtype", "float16"), "float16"),
     (("--prompt", "x", "--no-such-option"), "--no-such-option"),

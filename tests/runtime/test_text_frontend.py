@@ -109,6 +109,7 @@ def test_switches_the_template_lacks_are_refused() -> None:
         fixed.prompt(Conversation.of_prompt("x"), thinking=False)
     with pytest.raises(UsageError, match="'low', expected none"):
         fixed.prompt(Conversation.of_prompt("x"), reasoning_effort="low")
+    assert not fixed.prompt(Conversation.of_prompt("x")).thinking
     levels = Frontend.open(artifact({"chat_template.jinja": EFFORTS.encode()}))
     assert levels.prompt(Conversation.of_prompt("x"), reasoning_effort="low").text == "lowx<think>"
     assert levels.template.capabilities.default_effort == "high"
