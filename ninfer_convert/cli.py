@@ -15,7 +15,7 @@ from ninfer_format.errors import SourceError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from ninfer_convert.pipeline import BuildResult
-    from ninfer_convert.plan import BuildOptions, ConversionPlan
+    from ninfer_convert.plan import BuildOptions, ConversionPlan, Problem
 
 BUILD_SCHEMA = "ninfer.build/1"
 
@@ -117,7 +117,7 @@ def plan(
     return _problem_code(planned)
 
 
-# Problems of the output rather than the source: usage (2) or storage (3), and never more than the source's own (1).
+# Problems of the output are usage (2) or storage (3), and so are those of an option (2); any of the source gives 1.
 _OUTPUT_PROBLEMS = {
     "output-exists": UsageError.exit_code,
     "output-is-link": UsageError.exit_code,
@@ -131,8 +131,11 @@ _OUTPUT_PROBLEMS = {
 
 
 def _problem_code(planned: "ConversionPlan") -> int:
-    codes = {_OUTPUT_PROBLEMS.get(problem.code, SourceError.exit_code) for problem in planned.problems}
-    return min(codes, default=0)
+    def code_of(problem: "Problem") -> int:
+        option = problem.where.startswith("--")
+        return _OUTPUT_PROBLEMS.get(problem.code, UsageError.exit_code if option else SourceError.exit_code)
+
+    return min(map(code_of, planned.problems), default=0)
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
