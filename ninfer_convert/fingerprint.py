@@ -2,13 +2,21 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ninfer_convert.checkpoint import Checkpoint
 from ninfer_convert.plan import ConversionPlan
 
 _SHARD_MEMBERS = {"bytes": "size", "mtime_ns": "modification time", "header_sha256": "header"}
+
+
+def package_version(package: str) -> str | None:
+    """Installed version of ``package``; None if it is used without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def fingerprint_of(plan: ConversionPlan) -> dict[str, Any]:
@@ -20,7 +28,7 @@ def fingerprint_of(plan: ConversionPlan) -> dict[str, Any]:
     resources = {name: hashlib.sha256(payload).hexdigest() for name, payload in target.resources.items()}
     ids = target.draft_ids
     return {
-        "converter": version("ninfer"),
+        "converter": package_version("ninfer"),
         "options": {
             "identity": str(target.identity),
             "recipe": target.config.recipe.name,

@@ -8,11 +8,11 @@ import platform
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ninfer_convert.checkpoint import Checkpoint
+from ninfer_convert.fingerprint import package_version
 from ninfer_convert.journal import Finished
 from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_format import TensorEntry
@@ -74,7 +74,7 @@ def conversion_report(
             "platform": platform.platform(),
             "byte_order": sys.byteorder,
             "workers": n_workers,
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: package_version(name) for name in _PACKAGES},
         },
     }
 
@@ -82,13 +82,6 @@ def conversion_report(
 def dump_report(document: Mapping[str, Any]) -> bytes:
     """The report as UTF-8 JSON, indented by 2, with a trailing newline."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:
