@@ -20,17 +20,16 @@ from ninfer_convert.quantize.groupwise import ErrorSums, Rows
 from ninfer_convert.quantize.nvfp4_block import Scratch, encode_rows, make_scratch, scripted_rows
 from ninfer_format.errors import EncodeError
 from ninfer_format.layouts.blockscale import ROW_TILE, plane_views, tile_scales
+from ninfer_format.numeric.least_squares import KEEP, Floats, relative_importance
 from ninfer_format.numeric.nvfp4 import BLOCK
 from ninfer_format.numeric.nvfp4_divisor import (
     SquaredError,
     best_divisor,
     candidate_divisors,
     max_divisor,
-    relative_importance,
     sample_bands,
 )
 from ninfer_format.numeric.nvfp4_encode import (
-    KEEP,
     SCALES,
     STEPS_DOWN,
     STEPS_UP,
@@ -42,7 +41,6 @@ DEVICE_STEP_LANES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 17, "cuda":
 """Lanes that pass through the scratch at once; see the measurement above."""
 
 Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class Nvfp4Encoder:
             source.to(self.device),
             self.lanes // k,
             float(choice.divisor),
-            float(choice.plain) if search and choice.guarded else 0.0,
+            float(choice.plain) if search and outputs[0].numel() else 0.0,
             search,
             self._scales,
             self._six,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ninfer_format.errors import EncodeError
-
 FULL_RANGE = np.float32(6 * 448)
 """Largest product of an E2M1 code and an E4M3FN scale."""
 MAX_DIVISOR = np.float32(2.0**126)
@@ -98,26 +96,6 @@ def sample_bands(n_rows: int, k: int) -> Iterator[tuple[int, int]]:
     for band in range(n_bands):
         begin = band * (n_rows - height) // max(1, n_bands - 1)
         yield begin, begin + height
-
-
-def relative_importance(importance: npt.NDArray[np.float32] | None, k: int) -> npt.NDArray[np.float32] | None:
-    """``importance`` [K] scaled by a power of two so that the largest lies in [1, 2); None stays None.
-
-    EncodeError for another shape, for negative or non-finite numbers, and if none is greater than zero.
-    """
-    if importance is None:
-        return None
-    weights = np.asarray(importance, np.float32)
-    if weights.shape != (k,):
-        raise EncodeError(f"importance has shape {list(weights.shape)}, expected one number for each of {k} columns")
-    bad = ~(np.isfinite(weights) & (weights >= 0))
-    if bad.any():
-        column = int(bad.argmax())
-        raise EncodeError(f"importance of column {column} is {weights[column]}; finite numbers from 0 up are expected")
-    largest = float(weights.max())
-    if largest == 0:
-        raise EncodeError("importance is 0 in all columns; leave it out to weigh all columns alike")
-    return np.ldexp(weights, 1 - int(np.frexp(largest)[1])).astype(np.float32)
 
 
 def _decodes_finite(divisor: np.float32) -> bool:

@@ -11,24 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ninfer_format.errors import EncodeError
+from ninfer_format.numeric.least_squares import KEEP, Floats, relative_importance, sum_of_squares
 from ninfer_format.numeric.nvfp4 import BLOCK, E2M1, E4M3FN, MAX_SCALE
 from ninfer_format.numeric.nvfp4_divisor import (
     SquaredError,
     best_divisor,
     candidate_divisors,
     max_divisor,
-    relative_importance,
     sample_bands,
     total_error,
 )
 
 Method = Literal["max", "mse"]
-Floats = npt.NDArray[np.float32]
 
 STEPS_DOWN, STEPS_UP = 16, 6
 """Scale words below and above the one of ``max`` that ``mse`` tries."""
-KEEP = np.float32(1 - 2.0**-20)
-"""``mse`` leaves the scale of ``max`` only for an error below this share of its error: more than sums can be off."""
 SCALES = E4M3FN[: MAX_SCALE + 1]
 """float32 value of the legal scale words."""
 
@@ -124,19 +121,12 @@ def e2m1_words(y: Floats) -> npt.NDArray[np.uint8]:
 
 
 def block_errors(z: Floats, scales: npt.NDArray[np.intp], weights: Floats | None) -> Floats:
-    """Squared error of blocks ``z`` [rows, blocks, 16] ≥ 0 under scale words [rows, blocks], summed in a fixed order.
+    """Squared error of blocks ``z`` [rows, blocks, 16] ≥ 0 under scale words [rows, blocks]; ``weights`` [blocks, 16].
 
-    ``weights`` [blocks, 16]. The difference z - code * scale is exact in float32. Squares are rounded, multiplied by
-    the weight, rounded, and added as a tree: lanes i and i + 8 first, then i and i + 4, 2, 1.
+    The differences z - code * scale are exact in float32.
     """
     s = SCALES[scales][..., np.newaxis]
-    r = z - E2M1[e2m1_words(z / s)] * s
-    e = r * r
-    if weights is not None:
-        e *= weights
-    for half in (8, 4, 2, 1):
-        e = e[..., :half] + e[..., half:]
-    return e[..., 0]
+    return sum_of_squares(z - E2M1[e2m1_words(z / s)] * s, weights)
 
 
 def search_scales(
