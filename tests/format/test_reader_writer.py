@@ -188,7 +188,7 @@ def test_parts_of_one_object_may_come_from_several_threads(tmp_path: Path) -> No
         step = size // 64
         threads = [
             threading.Thread(
-                target=writer.write_at, args=("big", i * step, memoryview(content[i * step : (i + 1) * step]))
+                target=writer.write_at, args=("big", i * step, content[i * step : (i + 1) * step].data)
             )
             for i in range(64)
         ]

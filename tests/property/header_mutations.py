@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import secrets
 import struct
 import tempfile
@@ -28,6 +27,7 @@ from ninfer_format.migration import migrate
 from ninfer_format.reader import Artifact
 from ninfer_format.verifier import verify
 from tests.format.samples import GOLDEN, custom_inventory, ninfer_verify
+from tests.peak_memory import peak_rss_bytes
 
 TOKENS = (
     b"null", b"true", b"-0", b"0", b"-1", b"1e999", b"NaN", b"256.0", b"18446744073709551616", b"9223372036854775807",
@@ -177,7 +177,7 @@ def run(examples: int, chosen_seed: int) -> dict[str, object]:
         "outcomes": dict(outcomes.most_common()),
         "worst_seconds": round(worst, 3),
         "seconds": round(total, 1),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "peak_mib": peak_rss_bytes() >> 20,
     }
 
 
