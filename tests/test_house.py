@@ -31,7 +31,10 @@ MACHINE_PATHS = re.compile(r"(?<![\w.>])/(" + "|".join(HOMES) + ")/")
 REGISTRY_HOSTS = re.compile("|".join(HOSTS))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cfg", ".sh", ".yml", ".yaml", ".json", ".jinja", ".html", ""}
 
-SPEC_PAGES = ("container", "formats", "layouts", "inventory", "migration", "conversion", "models", "text-stream", "cli")
+SPEC_PAGES = (
+    "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "text-stream",
+    "index", "cli", "verify", "convert-cli",
+)  # fmt: skip
 
 
 @cache
