@@ -178,6 +178,21 @@ def test_hyperparameter_of_another_model_is_refused_by_name(
     assert model_spec("qwen3_5", dense.spec.text, dense.config.text_config, 10).n_addressable == 10
 
 
+@pytest.mark.parametrize(
+    "section, height, width",
+    [
+        ([11, 11, 10], range(1, 32, 3), range(2, 30, 3)),
+        ([20, 8, 4], range(1, 24, 3), range(2, 12, 3)),
+        ([32, 0, 0], (), ()),
+    ],
+)
+def test_sections_interleave_until_they_are_used_up(dense: BoundModel, section: Any, height: Any, width: Any) -> None:
+    text_config = _set(dense.config.text_config, "rope_parameters.mrope_section", section)
+    axes = model_spec("qwen3_5", dense.spec.text, text_config, 10).rope_axes
+    assert [i for i in range(32) if axes[i] == 1] == list(height)
+    assert [i for i in range(32) if axes[i] == 2] == list(width)
+
+
 def test_all_wrong_hyperparameters_are_listed_at_once(dense: BoundModel) -> None:
     text_config = dict(dense.config.text_config) | {"hidden_act": "relu", "rms_norm_eps": 2}
     with pytest.raises(UnsupportedError, match=r"hidden_act .*; rms_norm_eps"):

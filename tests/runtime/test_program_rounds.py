@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ninfer_runtime.backends.base import ContractError, RowStatus, Ticket, following
+from ninfer_runtime.backends.base import ContractError, PrefillChunk, RowStatus, Ticket, following
 from ninfer_runtime.config import SamplingParams
 from ninfer_runtime.models.binder import BoundModel
 from tests.runtime.programs import (
@@ -17,6 +17,7 @@ from tests.runtime.programs import (
     Row,
     emitted,
     int32,
+    pages_of,
     play,
     prefill,
     program_of,
@@ -109,6 +110,19 @@ def test_known_columns_equal_a_prefill_and_draw_once(model: BoundModel, fresh_se
     conv, matrices, counts, length = state_of(program)
     assert same((conv, matrices, length), (expected[0], expected[1], expected[3]))
     assert counts.sum() == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_token_does_not_depend_on_whether_a_prompt_or_a_round_reached_it(
+    model: BoundModel, verify: bool, fresh_seed: int
+) -> None:
+    program, ids = program_of(model), random_ids(model, fresh_seed, 30)
+    hot = replace(SAMPLED, temperature=2.0, seed=fresh_seed)
+    prefill(program, ids[:29])
+    drawn = emitted(play(program, Row(0, [int(ids[29])], hot), verify=verify))
+    program.reset(0)
+    result = program.prefill(PrefillChunk(0, ids, 0, pages_of(0), sampling=hot))
+    assert drawn == [result.token_id]
 
 
 def test_a_row_is_the_same_alone_and_among_others(model: BoundModel, fresh_seed: int) -> None:
@@ -212,6 +226,22 @@ def test_rows_that_ended_freeze_in_the_round_ahead(dense: BoundModel, fresh_seed
     assert result.emitted.tolist() == result.columns.tolist() == [0, 0, 1]
     program.commit(ahead)
     assert [program.length(slot) for slot in range(3)] == [21, 21, 22]
+
+
+def test_budget_runs_on_through_rounds_launched_ahead(dense: BoundModel, fresh_seed: int) -> None:
+    program = program_of(dense)
+    prefill(program, random_ids(dense, fresh_seed, 20))
+    round_ = round_of(program, Row(0, [4], budget=2))
+    ticket, statuses = program.launch(round_), []
+    for _ in range(2):
+        round_ = following(round_, ticket)
+        ahead = program.launch(round_)
+        statuses.append(program.read(ticket).status[0])
+        ticket = ahead
+    statuses.append(program.read(ticket).status[0])
+    program.commit(ticket)
+    assert statuses == [RowStatus.RUNNING, RowStatus.BUDGET, RowStatus.FROZEN]
+    assert program.length(0) == 22
 
 
 def test_masks_restrict_each_column_and_padding_rows_stay_out(model: BoundModel, fresh_seed: int) -> None:

@@ -59,6 +59,10 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it(top_p: float, expected:
     assert kept(logits_of(0.5, 0.3, 0.15, 0.05), top_p=top_p) == expected
 
 
+def test_prefix_that_reaches_top_p_exactly_is_enough() -> None:
+    assert kept(np.zeros(4, np.float32), top_p=0.5) == [0, 1]
+
+
 @pytest.mark.parametrize("min_p, expected", [(0.0, 4), (0.09, 4), (0.2, 3), (0.61, 1), (1.0, 1)])
 def test_min_p_drops_what_is_far_below_the_best(min_p: float, expected: int) -> None:
     assert len(kept(logits_of(0.5, 0.3, 0.15, 0.05), min_p=min_p)) == expected

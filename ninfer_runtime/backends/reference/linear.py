@@ -1,34 +1,24 @@
-"""y = x Wᵀ with float32 accumulation and one rounding, in tiles of a fixed number of rows.
-
-A BLAS picks its summation order by the shape of a call. Every call here has the same number of rows, the last tile
-padded with zeros, so a token's result depends neither on its neighbours nor on how many of them there are.
-"""
+"""y = x Wᵀ with float32 accumulation and one rounding, a fixed number of rows per product (see ``numerics``)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ninfer_runtime.models.views import View
 
+from .numerics import by_row_tiles
 from .weights import Weights
-
-ROW_TILE = 16
-"""Rows per product. Fewer waste less on one row, more are faster on prompts: [R, 5120] × [5120, 17408] takes 76, 98 and
-122 ms on two cores for R = 8, 16 and 32, and a small model decodes 160, 180 and 144 tokens a second."""
 
 
 def linear_float32(x: Tensor, weights: Weights, view: View) -> Tensor:
     """[T, K] × the rows of ``view`` → float32 [T, n_rows], not rounded."""
-    n_tokens = x.shape[0]
-    padded = torch.zeros((-(-n_tokens // ROW_TILE) * ROW_TILE, x.shape[1]), dtype=torch.float32, device=x.device)
-    padded[:n_tokens] = x
-    out = torch.empty((padded.shape[0], view.n_rows), dtype=torch.float32, device=x.device)
+    out = torch.empty((x.shape[0], view.n_rows), dtype=torch.float32, device=x.device)
+    x = x.float()
     for block in weights.matrix(view):
-        transposed = block.rows.float().T
-        for row in range(0, padded.shape[0], ROW_TILE):
-            out[row : row + ROW_TILE, block.begin : block.end] = padded[row : row + ROW_TILE] @ transposed
-    return out[:n_tokens]
+        out[:, block.begin : block.end] = by_row_tiles(partial(torch.matmul, other=block.rows.float().T), x)
+    return out
 
 
 def linear(x: Tensor, weights: Weights, view: View) -> Tensor:

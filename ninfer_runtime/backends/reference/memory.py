@@ -14,8 +14,7 @@ from ninfer_runtime.models.qwen3_5 import MlpWeights
 from ninfer_runtime.models.spec import ModelSpec
 from ninfer_runtime.models.views import View
 
-from .linear import ROW_TILE
-from .numerics import TORCH_DTYPES
+from .numerics import ROW_TILE, TORCH_DTYPES
 from .weights import BLOCK_BYTES, DECODERS
 
 FLOAT32_BYTES = 4

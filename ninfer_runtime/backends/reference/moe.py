@@ -9,7 +9,7 @@ from ninfer_runtime.models.views import View
 
 from .linear import linear, linear_float32
 from .mlp import mlp, swiglu
-from .numerics import exact_sigmoid
+from .numerics import by_row_tiles, exact_sigmoid
 from .weights import Weights
 
 
@@ -18,10 +18,10 @@ def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
 
     Softmax over all experts, the k largest (lower id first on ties), divided by their sum.
     """
-    probabilities = torch.softmax(logits.double(), -1)
+    probabilities = by_row_tiles(lambda rows: torch.softmax(rows.double(), -1), logits)
     ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     top = ordered[:, :experts_per_token]
-    return ids[:, :experts_per_token], (top / top.sum(-1, keepdim=True)).float()
+    return ids[:, :experts_per_token], by_row_tiles(lambda rows: rows / rows.sum(-1, keepdim=True), top).float()
 
 
 def expert_views(w: MoeWeights, text: TextGeometry, expert: int) -> tuple[View, View]:
