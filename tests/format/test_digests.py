@@ -38,7 +38,7 @@ from ninfer_format.errors import (
     UnsupportedError,
     VersionError,
 )
-from ninfer_format.hashing import Advance, first_nonzero, parallel, sha256_file
+from ninfer_format.hashing import Advance, first_nonzero, sha256_file
 from ninfer_format.reader import Artifact
 from tests.format.samples import CHUNKY, GOLDEN, region_of, write_artifact
 
@@ -397,22 +397,6 @@ def test_first_nonzero_finds_the_position_across_buffers(tmp_path: Path) -> None
         os.pwrite(descriptor, b"\x01", (2 << 20) + 9)
         assert first_nonzero(descriptor, 7, 3 << 20) == (2 << 20) + 9
         assert first_nonzero(descriptor, 7, (2 << 20) + 9) is None
-
-
-def test_parallel_keeps_order_bounds_what_runs_ahead_and_passes_errors() -> None:
-    started: list[int] = []
-
-    def work(i: int) -> int:
-        started.append(i)
-        if i == 50:
-            raise ValueError("fifty")
-        return i * i
-
-    results = parallel(work, range(1000), 2)
-    assert [next(results) for _ in range(50)] == [i * i for i in range(50)]
-    with pytest.raises(ValueError, match="fifty"):
-        next(results)
-    assert max(started) < 100
 
 
 def test_memory_of_indexing_does_not_grow_with_the_file(tmp_path: Path) -> None:
