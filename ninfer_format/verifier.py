@@ -258,12 +258,13 @@ def _check_index(check: _Check, index: FileIndex, partial: bool) -> IndexCompari
     return found
 
 
+_UNCHECKED_BYTES = "payload bytes (--full)"
 _UNCHECKED_AFTER: Mapping[Level, tuple[str, ...]] = MappingProxyType(
     {
-        "header": ("sizes, geometry and inventory (--level structure)", "payload bytes (--full)"),
-        "structure": ("payload bytes (--full)", "payload values (--level numeric)"),
+        "header": ("sizes, geometry and inventory (--level structure)", _UNCHECKED_BYTES),
+        "structure": (_UNCHECKED_BYTES, "payload values (--level numeric)"),
         "full": ("payload values (--level numeric)",),
-        "numeric": ("payload bytes (--full)",),
+        "numeric": (_UNCHECKED_BYTES,),
     }
 )
 _UNCHECKED_UNLESS_STRICT = "padding and packing (--strict)"
@@ -299,9 +300,9 @@ def verify(
     """Check one file and report every problem found; the file itself never makes this raise.
 
     ``level`` "full" hashes the whole file on one core, or with ``index`` (an index file) its chunks on ``jobs``
-    threads. ``expected_sha256`` (hex) is what the whole file must hash to; with an index as well, a mismatch is
-    located. ``partial`` checks an unfinished download: only the indexed chunks that are wholly there. ``strict`` also
-    refuses padding with content, loose packing, trailing bytes and look-alike names.
+    threads. ``expected_sha256`` (hex) is what the whole file must hash to; it makes the level at least "full", and an
+    index then locates a mismatch. ``partial`` checks an unfinished download: only the indexed chunks that are wholly
+    there. ``strict`` also refuses padding with content, loose packing, trailing bytes and look-alike names.
 
     Raises UsageError when there is no such file, DigestError when the index is damaged, StorageError when reading
     fails.
@@ -310,6 +311,8 @@ def verify(
         raise UsageError(f"level {level!r} is not one of {', '.join(LEVELS)}")
     if partial and index is None:
         raise UsageError("a partial file can only be checked against an index")
+    if expected_sha256 is not None and level in ("header", "structure"):
+        level = "full"
     known_index = read_index(index) if index is not None else None
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -330,6 +333,7 @@ def verify(
                 if not strict and level != "header":
                     check.not_checked.append(_UNCHECKED_UNLESS_STRICT)
             if level == "full" or expected_sha256 is not None:
+                check.not_checked = [text for text in check.not_checked if text != _UNCHECKED_BYTES]
                 sha256, recorded = _check_digests(check, known_index, expected_sha256)
                 if sha256 is None:
                     check.not_checked.append("SHA-256 of the whole file, which the index only records (--no-index)")

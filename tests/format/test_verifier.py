@@ -71,7 +71,11 @@ def test_full_gives_the_digest_and_compares_it_with_an_expected_one() -> None:
     assert verify(TINY, "full").sha256 == digest
     assert verify(TINY, "full", expected_sha256=digest.upper()).ok
     bad = verify(TINY, "structure", expected_sha256="0" * 64)
-    assert (codes(bad), bad.exit_code, bad.sha256) == ({"digest"}, 1, digest)
+    assert (codes(bad), bad.exit_code, bad.sha256, bad.level) == ({"digest"}, 1, digest, "full")
+    both = verify(TINY, "numeric", expected_sha256=digest)
+    assert (both.ok, both.level) == (True, "numeric")
+    assert {"payload values", "SHA-256 of the whole file"} <= set(both.checked)
+    assert not any("payload" in text for text in both.not_checked)
 
 
 def test_published_artifact_is_named_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
