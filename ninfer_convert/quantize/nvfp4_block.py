@@ -46,13 +46,13 @@ def make_scratch(lanes: int, device: torch.device) -> Scratch:
     return Scratch(z, z.view(int32), y, y.view(int32), m, m.view(int32), e, e.view(int32), nibbles, signs)
 
 
-def start_words(amax: Tensor, six: Tensor, e: Tensor, e_words: Tensor) -> Tensor:
-    """E4M3 words nearest to ``amax`` / 6, ties to even, within 1..126: int32 [blocks], as ``nvfp4_encode.scale_words``.
+def start_words(amax: Tensor, divisor: float, six: Tensor, e: Tensor, e_words: Tensor) -> Tensor:
+    """Scale words of method ``max``, int32 [blocks], as ``nvfp4_encode.scale_words``; changes ``e``.
 
-    ``six`` is a tensor on the device, so that the division is one. A quotient rounds to a midpoint of two scales only
-    if it is one: the next float32 beside 6 midpoints is at least 2/3 of a quotient's last place away.
+    ``six`` is a tensor on the device, so that the division is one.
     """
     torch.div(amax, six, out=e)
+    e.mul_(divisor)
     subnormal = torch.round(e * 512.0).clamp_max_(8.0).to(torch.int32)
     odd = torch.bitwise_right_shift(e_words, 20).bitwise_and_(1)
     normal = odd.add_(e_words).add_(0x7FFFF).bitwise_right_shift_(20).sub_(960)
@@ -221,18 +221,20 @@ def encode_rows(
         e, ew = e_all[:n], e_words[:n]
         lying = source[row:end].reshape(n, 16).t()
         if guard > 0.0:
-            z.copy_(lying).abs_().mul_(guard)
-            plain = torch.index_select(scales, 0, start_words(torch.amax(z, 0), six, e, ew))
+            z.copy_(lying).abs_()
+            plain = torch.index_select(scales, 0, start_words(torch.amax(z, 0), guard, six, e, ew))
+            z.mul_(guard)
             block_errors(z, plain, weights, y, yw, m, mw, e)
             exact_total(e, totals[2:])
         z.copy_(lying)
         nibbles, signs = nibbles_all[:lanes].view(16, n), signs_all[:lanes].view(16, n)
         if codes_out.numel() > 0:
             signs.copy_(torch.bitwise_right_shift(zw, 28))
-        z.abs_().mul_(divisor)
-        amax = torch.amax(z, 0)
-        words = start_words(amax, six, e, ew)
+        amax = torch.amax(z.abs_(), 0)
+        words = start_words(amax, divisor, six, e, ew)
+        z.mul_(divisor)
         if search:
+            amax.mul_(divisor)
             words = search_scales(
                 z, amax, words, scales, weights, least_weights, keep, steps_down, steps_up, y, yw, m, mw, e, ew
             )

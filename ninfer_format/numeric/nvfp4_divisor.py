@@ -52,15 +52,18 @@ def total_error(block_errors: npt.NDArray[np.float32]) -> SquaredError:
 
 
 def max_divisor(amax: np.float32) -> np.float32:
-    """2688 / amax as float32: the largest magnitude of the matrix becomes 6 * 448. 1 for an all-zero matrix.
+    """f32(2688 * f32(1 / amax)): the largest magnitude of the matrix becomes 6 * 448. 1 for an all-zero matrix.
 
-    At most 2^126, and large enough that every code decodes to a finite float32.
+    At most 2^126, and large enough that every code decodes to a finite float32. The usual tools compute it in these two
+    steps; one division instead would turn exact ties of scales the other way.
     """
     if amax == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):
-        divisor = min(FULL_RANGE / amax, MAX_DIVISOR)
-    return divisor if _decodes_finite(divisor) else np.nextafter(divisor, MAX_DIVISOR)
+        divisor = min(FULL_RANGE * (np.float32(1) / amax), MAX_DIVISOR)
+    while not _decodes_finite(divisor):
+        divisor = np.nextafter(divisor, MAX_DIVISOR)
+    return divisor
 
 
 def candidate_divisors(amax: np.float32) -> tuple[np.float32, ...]:

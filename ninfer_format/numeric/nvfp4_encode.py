@@ -42,20 +42,14 @@ class Nvfp4Words(NamedTuple):
 
 
 def _scale_thresholds() -> Floats:
-    """Entry w: the smallest largest-magnitude of a block whose scale word is beyond w.
-
-    Midpoints of neighbouring scales times 6 have 6 significant bits, so comparing with them rounds amax / 6 to
-    nearest exactly; a tie goes to the even word. Word 0 is only for blocks of zeros.
-    """
-    midpoints = ((SCALES[:-1].astype(np.float64) + SCALES[1:]) * 3).astype(np.float32)
+    """Entry w: the smallest float32 that is nearer to a scale beyond word w; midpoints belong to the even word."""
+    midpoints = ((SCALES[:-1].astype(np.float64) + SCALES[1:]) / 2).astype(np.float32)
     even = np.arange(MAX_SCALE) % 2 == 0
     midpoints[even] = np.nextafter(midpoints[even], np.float32(np.inf))
-    midpoints[0] = np.finfo(np.float32).smallest_subnormal
     return midpoints
 
 
-SCALE_THRESHOLDS = _scale_thresholds()
-SCALE_THRESHOLDS.flags.writeable = False
+_SCALE_THRESHOLDS = _scale_thresholds()
 
 
 def encode_nvfp4(values: Floats, *, method: Method = "max", importance: Floats | None = None) -> Nvfp4Words:
@@ -107,9 +101,13 @@ def choose_divisor(values: Floats, amax: np.float32, weights: Floats | None) -> 
     return best_divisor(candidates, [_encode(sample, d, weights, search=True)[1] for d in candidates])
 
 
-def scale_words(amax: Floats) -> npt.NDArray[np.intp]:
-    """Scale words of ``max`` for blocks whose largest magnitudes times the divisor are ``amax``; at least 1."""
-    return np.maximum(np.searchsorted(SCALE_THRESHOLDS, amax, side="right"), 1)
+def scale_words(amax: Floats, divisor: np.float32) -> npt.NDArray[np.intp]:
+    """Scale words of ``max`` for blocks with largest magnitudes ``amax``: f32(f32(amax / 6) * divisor), to nearest.
+
+    At least 1: a block whose scale rounds to zero is better off with the smallest one.
+    """
+    scales = amax / np.float32(6) * divisor
+    return np.maximum(np.searchsorted(_SCALE_THRESHOLDS, scales, side="right"), 1)
 
 
 def e2m1_words(y: Floats) -> npt.NDArray[np.uint8]:
@@ -160,16 +158,16 @@ def _encode(
     with np.errstate(all="ignore"):
         for rows in _row_tiles(n_rows, k):
             x = np.ascontiguousarray(values[rows], np.float32).reshape(-1, blocks, BLOCK)
-            z = np.abs(x) * divisor
-            words = scale_words(z.max(axis=-1))
+            magnitudes = np.abs(x)
+            words, z = scale_words(magnitudes.max(axis=-1), divisor), magnitudes * divisor
             if search:
                 words, errors = search_scales(z, words, by_block)
             else:
                 errors = block_errors(z, words, by_block)
-            magnitudes = e2m1_words(z / SCALES[words][..., np.newaxis])
-            signed = magnitudes | (((x < 0) & (magnitudes > 0)).astype(np.uint8) << 3)
+            plain = e2m1_words(z / SCALES[words][..., np.newaxis])
+            signed = plain | (((x < 0) & (plain > 0)).astype(np.uint8) << 3)
             codes[rows] = signed[..., 0::2] | (signed[..., 1::2] << 4)
-            scales[rows] = np.where(magnitudes.any(axis=-1), words, 0)
+            scales[rows] = np.where(plain.any(axis=-1), words, 0)
             total = total.plus(total_error(errors))
     return Nvfp4Words(codes.reshape(n_rows, k // 2), scales, divisor), total
 
