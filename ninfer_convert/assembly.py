@@ -1,4 +1,4 @@
-"""Making the objects: workers encode pieces of objects, a writer hashes and writes, a syncer makes them durable.
+"""Making the objects: workers encode pieces of objects, writers hash and write, a syncer makes them durable.
 
 Objects are taken in the order of their first source tensor, so shards are read in file order where fusions allow. All
 payloads in flight live in one ring whose size, with the workers' buffers, is the bound that ``plan`` prints.
@@ -60,6 +60,8 @@ class Assembly:
         self._writer = writer
         self._journal = journal
         self._n_workers = n_workers
+        # A writer hashes and writes about 1 GB/s, a worker makes about 0.6; on few cores one writer keeps up.
+        self._n_writers = max(1, n_workers // 2)
         self._lanes = piece_lanes, step_lanes
         self._device = device
         self._progress = progress
@@ -72,7 +74,7 @@ class Assembly:
         self._written: list[Finished] = []
         self._unsynced_bytes = 0
         self._unsynced_since = 0.0
-        self._writing_over = False
+        self._writers_left = self._n_writers
         self._wake_syncer = threading.Condition()
         self._stop = threading.Event()
         self._failures = Failures()
@@ -82,8 +84,8 @@ class Assembly:
     def run(self) -> None:
         """Do it all. Errors of the threads are raised here, KeyboardInterrupt included; threads have ended by then."""
         workers = [self._thread(self._work, f"worker-{i}") for i in range(self._n_workers)]
-        writer, syncer = self._thread(self._write, "writer"), self._thread(self._make_durable, "syncer")
-        threads = [*workers, writer, syncer]
+        writers = [self._thread(self._write, f"writer-{i}") for i in range(self._n_writers)]
+        threads = [*workers, *writers, self._thread(self._make_durable, "syncer")]
         for thread in threads:
             thread.start()
         try:
@@ -114,19 +116,23 @@ class Assembly:
     def _halt(self) -> None:
         self._stop.set()
         self._ring.close()
-        self._queue.put(None)
+        self._end_queue()
         for condition in (self._advanced, self._wake_syncer):
             with condition:
                 condition.notify_all()
 
     def _all_pieces(self) -> Iterator[tuple[int, StoredObject, int]]:
-        """Every piece in order; going to the next object waits for room in the ring and tells the writer."""
+        """Every piece in order; going to the next object waits for room in the ring and tells the writers."""
         for order, item in enumerate(self._objects):
             item.begin(self._ring.take(item.entry.n_bytes))
             self._queue.put(item)
             for number in range(len(item.pieces)):
                 yield order, item, number
-        self._queue.put(None)
+        self._end_queue()
+
+    def _end_queue(self) -> None:
+        for _ in range(self._n_writers):
+            self._queue.put(None)
 
     def _next_piece(self) -> tuple[int, StoredObject, int] | None:
         with self._pieces_lock:
@@ -164,11 +170,10 @@ class Assembly:
                     self._writer.write_at(item.entry.name, done, part)
                     done += len(part)
                     self._progress(len(part))
-            item.end()
-            self._ring.give_back()
+            self._ring.give_back(item.end())
             self._hand_to_syncer(item, digest.hexdigest())
         with self._wake_syncer:
-            self._writing_over = True
+            self._writers_left -= 1
             self._wake_syncer.notify_all()
 
     def _hand_to_syncer(self, item: StoredObject, sha256: str) -> None:
@@ -184,7 +189,7 @@ class Assembly:
         over = False
         while not over:
             with self._wake_syncer:
-                while not (over := self._writing_over or self._stop.is_set()) and not self._sync_due():
+                while not (over := not self._writers_left or self._stop.is_set()) and not self._sync_due():
                     self._wake_syncer.wait(self._seconds_to_sync())
                 batch, self._written, self._unsynced_bytes = self._written, [], 0
             if batch:

@@ -1,6 +1,7 @@
-"""One buffer for the payloads in flight: taken in order, given back in order, so its pages are touched once."""
+"""One buffer for the payloads in flight, used round and round, so that its pages are touched once."""
 
 from collections import deque
+from dataclasses import dataclass
 from threading import Condition
 
 import numpy as np
@@ -20,12 +21,19 @@ class RingClosed(Exception):
     """The pipeline is ending; nobody will get space any more."""
 
 
+@dataclass(slots=True)
+class _Block:
+    begin: int
+    end: int
+    free: bool = False
+
+
 class PayloadRing:
-    """``n_bytes`` of memory handed out as contiguous blocks, first in first out."""
+    """``n_bytes`` of memory handed out as contiguous blocks; room is free again in the order in which it was taken."""
 
     def __init__(self, n_bytes: int) -> None:
         self._memory = np.empty(max(n_bytes, _ALIGNMENT), np.uint8)
-        self._blocks: deque[tuple[int, int]] = deque()
+        self._blocks: deque[_Block] = deque()
         self._changed = Condition()
         self._closed = False
 
@@ -39,13 +47,16 @@ class PayloadRing:
                 if self._closed:
                     raise RingClosed
                 self._changed.wait()
-            self._blocks.append((begin, begin + size))
+            self._blocks.append(_Block(begin, begin + size))
         return self._memory[begin : begin + n_bytes]
 
-    def give_back(self) -> None:
-        """Free the oldest block."""
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Free the block that ``take`` returned as ``buffer``."""
+        begin = buffer.ctypes.data - self._memory.ctypes.data
         with self._changed:
-            self._blocks.popleft()
+            next(block for block in self._blocks if block.begin == begin).free = True
+            while self._blocks and self._blocks[0].free:
+                self._blocks.popleft()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -58,8 +69,8 @@ class PayloadRing:
         """Where a block of ``size`` can begin now."""
         if not self._blocks:
             return 0
-        oldest, newest_end = self._blocks[0][0], self._blocks[-1][1]
-        if self._blocks[-1][0] < oldest:  # wrapped: free space lies between the newest and the oldest block
+        oldest, newest_end = self._blocks[0].begin, self._blocks[-1].end
+        if self._blocks[-1].begin < oldest:  # wrapped: free space lies between the newest and the oldest block
             return newest_end if newest_end + size <= oldest else None
         if newest_end + size <= self._memory.size:
             return newest_end

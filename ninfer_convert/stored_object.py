@@ -101,9 +101,10 @@ class StoredObject:
             for gap in plane_gaps(row_split_planes(self.entry.format, self.entry.shape)):
                 buffer[gap] = 0
 
-    def end(self) -> None:
-        """Let go of the buffer."""
-        self._payload = None
+    def end(self) -> Bytes:
+        """Let go of the buffer and return it."""
+        buffer, self._payload = self.payload, None
+        return buffer
 
     def finish_piece(self, number: int, sums: "ErrorSums | None") -> None:
         """Record a piece as encoded. Not thread-safe."""

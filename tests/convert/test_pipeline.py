@@ -324,9 +324,7 @@ def test_ring_blocks_never_overlap_and_wrap_around(ring: PayloadRing, fresh_seed
         taker.join(0.005)
         while taker.is_alive():
             assert held, "an empty ring made a block wait"
-            assert (held[0] == held[0][0]).all()
-            held.pop(0)
-            ring.give_back()
+            ring.give_back(held.pop(int(rng.integers(len(held)))))
             taker.join(0.05)
         taken[0][:] = number % 251
         held.append(taken[0])
