@@ -308,8 +308,12 @@ def _publish(out: Path, writer: ArtifactWriter, journal: Journal, report: bytes)
     except OSError as error:
         staged.unlink(missing_ok=True)
         raise storage_error(error, staged, "writing the report") from None
-    writer.sync()
-    journal.add_published(_file_facts(os.fstat(writer.descriptor)))
+    try:
+        writer.sync()
+        journal.add_published(_file_facts(os.fstat(writer.descriptor)))
+    except DiskFullError:
+        staged.unlink(missing_ok=True)
+        raise
     writer.commit()
     try:
         os.replace(staged, report_of(out))

@@ -226,7 +226,9 @@ except DiskFullError as error:
 
 
 def test_file_size_limit_is_disk_full_and_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False)
+    # -B: Python itself would leave its byte code cut off at the limit, for every later process to trip over.
+    run = [sys.executable, "-B", "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
     assert "file size limit" in done.stdout
     assert list(tmp_path.iterdir()) == []
