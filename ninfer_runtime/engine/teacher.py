@@ -1,6 +1,7 @@
 """What the model says about text that is already there: logits after every token, and perplexity."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from ninfer_format.errors import NonFiniteError, RequestError
 from ninfer_runtime.backends.base import Float32s, Int32s, PrefillChunk, Program
 
 SHORTEST_TEXT = 2
+MAX_NATS = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,9 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log likelihood."""
-        return math.exp(self.mean_negative_log_likelihood)
+        """exp of the mean negative log likelihood; infinity where float64 ends."""
+        nats = self.mean_negative_log_likelihood
+        return math.exp(nats) if nats < MAX_NATS else math.inf
 
 
 def teacher_forced_chunks(program: Program, slot: int, token_ids: Int32s, pages: Int32s) -> Iterator[Float32s]:
