@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import monotonic
 
+from ninfer_convert.direct_file import BLOCK_BYTES, DirectFile
 from ninfer_convert.journal import Finished, Journal
 from ninfer_convert.payload_ring import PayloadRing, RingClosed, ring_bytes
 from ninfer_convert.stored_object import StoredObject, Workspace
 from ninfer_format.writer import ArtifactWriter
 
-WRITE_BYTES = 1 << 20
-"""Hashed and written at a time: still in the cache for the second of the two."""
+WRITE_BYTES = 4 << 20
+"""Hashed and written at a time: large enough to keep a disk busy with direct writes."""
 SYNC_BYTES = 128 << 20
 """Written bytes after which a sync makes the finished objects durable."""
 SYNC_SECONDS = 2.0
@@ -60,8 +61,9 @@ class Assembly:
         self._writer = writer
         self._journal = journal
         self._n_workers = n_workers
-        # A writer hashes and writes about 1 GB/s, a worker makes about 0.6; on few cores one writer keeps up.
-        self._n_writers = max(1, n_workers // 2)
+        # A worker makes about 0.6 GB/s; a writer hashes and writes 1 GB/s, and one hashes while another waits.
+        self._n_writers = max(2, n_workers // 2)
+        self._file = DirectFile(writer)
         self._lanes = piece_lanes, step_lanes
         self._device = device
         self._progress = progress
@@ -93,11 +95,13 @@ class Assembly:
                 # With a timeout the main thread sees Ctrl-C at once.
                 while thread.is_alive():
                     thread.join(0.1)
-        except BaseException as error:
+        except BaseException:
             self._halt()
             for thread in threads:
                 thread.join()
-            raise error
+            raise
+        finally:
+            self._file.close()
         if self._failures.first is not None:
             raise self._failures.first
 
@@ -124,11 +128,14 @@ class Assembly:
     def _all_pieces(self) -> Iterator[tuple[int, StoredObject, int]]:
         """Every piece in order; going to the next object waits for room in the ring and tells the writers."""
         for order, item in enumerate(self._objects):
-            item.begin(self._ring.take(item.entry.n_bytes))
+            item.begin(self._ring.take(item.entry.n_bytes, self._file_offset(item)))
             self._queue.put(item)
             for number in range(len(item.pieces)):
                 yield order, item, number
         self._end_queue()
+
+    def _file_offset(self, item: StoredObject) -> int:
+        return self._writer.payload_offset + item.entry.offset
 
     def _end_queue(self) -> None:
         for _ in range(self._n_writers):
@@ -159,22 +166,29 @@ class Assembly:
         while (item := self._queue.get()) is not None:
             digest, done = hashlib.sha256(), 0
             while done < item.entry.n_bytes:
-                with self._advanced:
-                    while (ready := item.ready_bytes) == done and not self._stop.is_set():
-                        self._advanced.wait()
+                end = self._next_end(item, done)
                 if self._stop.is_set():
                     return
-                while done < ready:
-                    part = item.payload[done : min(ready, done + WRITE_BYTES)].data
-                    digest.update(part)
-                    self._writer.write_at(item.entry.name, done, part)
-                    done += len(part)
-                    self._progress(len(part))
+                part = item.payload[done:end].data
+                digest.update(part)
+                self._file.write(item.entry.name, done, self._file_offset(item) + done, part)
+                done = end
+                self._progress(len(part))
+            self._writer.mark_written(item.entry.name)
             self._ring.give_back(item.end())
             self._hand_to_syncer(item, digest.hexdigest())
         with self._wake_syncer:
             self._writers_left -= 1
             self._wake_syncer.notify_all()
+
+    def _next_end(self, item: StoredObject, done: int) -> int:
+        """End of the next part of ``item`` to write, on a block boundary of the file except at the object's end."""
+        n_bytes, base = item.entry.n_bytes, self._file_offset(item)
+        wanted = min(n_bytes, (base + done + WRITE_BYTES) // BLOCK_BYTES * BLOCK_BYTES - base)
+        with self._advanced:
+            while item.ready_bytes < wanted and not self._stop.is_set():
+                self._advanced.wait()
+        return wanted
 
     def _hand_to_syncer(self, item: StoredObject, sha256: str) -> None:
         with self._wake_syncer:

@@ -251,24 +251,24 @@ def _make(
     plan: ConversionPlan, target: Target, writer: ArtifactWriter, journal: Journal, pace: _Pace
 ) -> dict[str, Finished]:
     """Make every object that the journal does not have yet; what was made, durable and journaled."""
-    from ninfer_convert.quantize.groupwise import DEVICE_PIECE_STEPS, DEVICE_STEP_LANES
+    from ninfer_convert.quantize.groupwise import PIECE_LANES, step_lanes
     from ninfer_convert.quantize.torch_threads import threads_restored
 
     options, widest = plan.options, max((s.row_width for s in target.sources), default=0)
-    step_lanes = max(pace.step_lanes or DEVICE_STEP_LANES[options.device], up(widest, ROW_SPLIT_COLUMNS))
-    piece_lanes = DEVICE_PIECE_STEPS[options.device] * step_lanes
+    steps = max(pace.step_lanes or step_lanes(options.device), up(widest, ROW_SPLIT_COLUMNS))
+    pieces = max(4 * pace.step_lanes if pace.step_lanes else PIECE_LANES[options.device], steps)
     entries = zip(target.inventory.objects, target.sources, strict=True)
     todo = [(e, s) for e, s in entries if e.name not in journal.finished]
     pace.progress(sum(e.n_bytes for e in target.inventory.objects) - sum(e.n_bytes for e, _ in todo))
     todo.sort(key=lambda pair: _source_position(plan, pair[1]))
-    objects = [StoredObject(plan, entry, source, piece_lanes) for entry, source in todo]
+    objects = [StoredObject(plan, entry, source, pieces) for entry, source in todo]
     assembly = Assembly(
         objects,
         writer,
         journal,
         n_workers=worker_count(options.jobs),
-        piece_lanes=piece_lanes,
-        step_lanes=step_lanes,
+        piece_lanes=pieces,
+        step_lanes=steps,
         device=options.device,
         progress=pace.progress,
         sync_bytes=pace.sync_bytes,

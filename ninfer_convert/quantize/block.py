@@ -85,17 +85,22 @@ def encode_block(
     n_rows, k = source.size(0), source.size(1)
     k_pad = (k + 127) // 128 * 128
     largest, squares, source_squares = known_largest, 0.0, 0.0
-    row = 0
+    row, lanes = 0, min(n_rows, rows_per_step) * k_pad
+    x, n, amax = x_all[:lanes], n_all[:lanes], amax_all[: lanes // group]
+    groups_x, groups_n = x.view(-1, group), n.view(-1, group)
+    rows_x = x.view(-1, k_pad)[:, :k]
     while row < n_rows:
         end = min(n_rows, row + rows_per_step)
         first, last = row * k_pad, end * k_pad
-        lanes = last - first
+        if last - first != lanes:  # views are made anew for a shorter last step only: making them costs as an operation
+            lanes = last - first
+            x, n, amax = x_all[:lanes], n_all[:lanes], amax_all[: lanes // group]
+            groups_x, groups_n = x.view(-1, group), n.view(-1, group)
+            rows_x = x.view(-1, k_pad)[:, :k]
         g0, g1 = first // group, last // group
-        x, n, amax = x_all[:lanes], n_all[:lanes], amax_all[: g1 - g0]
-        groups_x, groups_n = x.view(-1, group), n.view(-1, group)
         if k < k_pad:
             x.view(-1, k_pad)[:, k:].zero_()
-        x.view(-1, k_pad)[:, :k].copy_(source[row:end])
+        rows_x.copy_(source[row:end])
         torch.abs(x, out=n)
         torch.amax(groups_n, 1, out=amax)
         low, top = torch.aminmax(amax)
@@ -144,8 +149,8 @@ def encode_block(
             base_out[first // 2 : last // 2].copy_(codes_16[: lanes // 2])
         n.sub_(12582912.0)
         torch.addcmul(groups_x, groups_n, scale, value=-1.0, out=groups_x)
-        # |x - s*q| <= s/2 while nothing is clamped; the slack covers the float32 roundings of x * (1/s).
-        if clamped or 0.50005 * float(scale.max()) > largest:
+        # While scales are normal and nothing is clamped, |x - s*q| <= s/2 and s <= amax / qmax, but for roundings.
+        if clamped or 0.5005 * largest_amax / qmax > largest:
             least, most = torch.aminmax(x)
             largest = max(largest, max(float(most), -float(least)))
         squares += float(torch.dot(x, x))

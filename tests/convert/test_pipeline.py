@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 
 from ninfer_convert.assembly import Assembly
 from ninfer_convert.checkpoint import Checkpoint
+from ninfer_convert.direct_file import DirectFile
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.journal import Journal, journal_of
 from ninfer_convert.payload_ring import PayloadRing, RingClosed, ring_bytes
 from ninfer_convert.pipeline import build
 from ninfer_convert.plan import ConversionPlan
 from ninfer_convert.problems import PlanError
-from ninfer_format import Artifact, SourceError, StorageError, TensorEntry, UsageError, encode_tensor
+from ninfer_format import Artifact, ArtifactWriter, SourceError, StorageError, TensorEntry, UsageError, encode_tensor
 from ninfer_format.numeric.direct import widen_bf16
 from tests.convert.tiny import TinyCheckpoint, Words, tiny_checkpoint, tiny_dflash, unfuse_experts
 
@@ -332,7 +334,7 @@ def test_ring_blocks_never_overlap_and_wrap_around(ring: PayloadRing, fresh_seed
 
 
 def test_ring_that_closes_wakes_whoever_waits(ring: PayloadRing) -> None:
-    ring.take(5 * 4096)
+    ring.take(7 * 4096)
     outcome: list[str] = []
 
     def wait() -> None:
@@ -352,6 +354,63 @@ def test_largest_payload_and_the_next_fit_the_ring_together() -> None:
     ring = PayloadRing(ring_bytes([7000, 100, 9000]))
     assert ring.take(9000).size == 9000
     assert ring.take(7000).size == 7000
+
+
+def test_ring_blocks_begin_at_the_asked_place_in_a_page() -> None:
+    ring = PayloadRing(ring_bytes([9000, 9000]))
+    for phase in (0, 256, 4095):
+        block = ring.take(5000, phase)
+        assert block.ctypes.data % 4096 == phase
+        ring.give_back(block)
+
+
+@pytest.mark.parametrize("refused_at", [0, 1, 3])
+def test_file_system_without_direct_writes_gets_the_same_bytes(
+    dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_at: int
+) -> None:
+    expected = build_bytes(plan_of(dense, out=tmp_path / "x.ninfer"))
+    direct_writes, plain, descriptors = [0], os.pwrite, set[int]()
+    opened = os.open
+
+    def opening(path: Any, flags: int, *mode: int) -> int:
+        descriptor = opened(path, flags, *mode)
+        (descriptors.add if flags & os.O_DIRECT else descriptors.discard)(descriptor)
+        return descriptor
+
+    def refusing(descriptor: int, content: Any, offset: int) -> int:
+        if descriptor in descriptors:
+            direct_writes[0] += 1
+            if direct_writes[0] > refused_at:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(descriptor, content, offset)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "pwrite", refusing)
+    assert build_bytes(plan_of(dense, out=tmp_path / "x.ninfer")) == expected
+    assert direct_writes[0] > refused_at
+
+
+@pytest.mark.parametrize("file_offset", [0, 1, 256, 4096, 5000])
+@pytest.mark.parametrize("size", [1, 100, 4096, 8192, 20000])
+def test_direct_file_writes_every_byte_of_any_span_and_no_other(tmp_path: Path, file_offset: int, size: int) -> None:
+    class Writer:
+        temporary = tmp_path / "file"
+
+        def write_at(self, name: str, offset: int, content: memoryview) -> None:
+            with open(self.temporary, "r+b") as stream:
+                stream.seek(file_offset + offset)
+                stream.write(content)
+
+    writer, n_bytes = Writer(), 32 << 10
+    writer.temporary.write_bytes(b"\xee" * n_bytes)
+    ring, rng = PayloadRing(ring_bytes([size, size])), np.random.default_rng(size)
+    block = ring.take(size, file_offset)
+    block[:] = rng.integers(0, 256, size)
+    direct = DirectFile(cast(ArtifactWriter, writer))
+    direct.write("object", 0, file_offset, block.data)
+    direct.close()
+    written = writer.temporary.read_bytes()
+    assert written == b"\xee" * file_offset + block.tobytes() + b"\xee" * (n_bytes - file_offset - size)
 
 
 def test_output_beside_a_checkpoint_of_this_seed_is_stable(plan_of: PlanOf, tmp_path: Path, fresh_seed: int) -> None:
