@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ninfer_convert.checkpoint import Checkpoint
 from ninfer_convert.plan import ConversionPlan
+from ninfer_convert.sources.logical import LogicalCheckpoint
 
 _SHARD_MEMBERS = {"bytes": "size", "mtime_ns": "modification time", "header_sha256": "header"}
 
@@ -45,7 +45,7 @@ def fingerprint_of(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def _shards(checkpoint: Checkpoint) -> dict[str, Any]:
+def _shards(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
     return {
         s.file: {"bytes": s.file_bytes, "mtime_ns": s.mtime_ns, "header_sha256": s.header_sha256}
         for s in checkpoint.shards

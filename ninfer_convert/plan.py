@@ -12,10 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_convert.checkpoint import Checkpoint, TensorRef
 from ninfer_convert.draft_head import Ranking, draft_ids, load_ranking, no_ranking
 from ninfer_convert.families import ObjectSource
-from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_sources
+from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_faults, check_sources
 from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources, spelling
 from ninfer_convert.families.sections import ModelSections, read_sections
 from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, Evidence, Wishes, choose_identity, config_differs
@@ -24,7 +23,9 @@ from ninfer_convert.memory import peak_memory
 from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
 from ninfer_convert.problems import PlanError, Problem
 from ninfer_convert.resources import Frontend, read_frontend
-from ninfer_convert.sources.markers import plain_despite_config, quantized_problem
+from ninfer_convert.sources.adapters import open_checkpoint
+from ninfer_convert.sources.logical import LogicalCheckpoint, LogicalTensor
+from ninfer_convert.sources.markers import plain_despite_config
 from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError, SourceError
 from ninfer_format.inventory import plan_inventory
 from ninfer_format.model_config import published_config
@@ -82,8 +83,8 @@ class ConversionPlan:
     """The complete plan. With a nonempty ``problems`` it can be shown but not built."""
 
     options: BuildOptions
-    checkpoint: Checkpoint
-    dflash: Checkpoint | None
+    checkpoint: LogicalCheckpoint
+    dflash: LogicalCheckpoint | None
     target: Target | None
     """None when the config is so wrong that nothing could be planned; ``problems`` says why."""
     problems: tuple[Problem, ...] = ()
@@ -104,7 +105,7 @@ class ConversionPlan:
             raise PlanError(self.problems)
         return self.target
 
-    def checkpoint_of(self, source: ObjectSource) -> Checkpoint:
+    def checkpoint_of(self, source: ObjectSource) -> LogicalCheckpoint:
         """The checkpoint that holds the tensors of ``source``."""
         if source.origin == "base":
             return self.checkpoint
@@ -119,8 +120,8 @@ class _Sources:
 
     options: BuildOptions
     location: Location
-    checkpoint: Checkpoint
-    dflash: Checkpoint | None
+    checkpoint: LogicalCheckpoint
+    dflash: LogicalCheckpoint | None
     problems: list[Problem]
     notes: list[str]
 
@@ -131,9 +132,10 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
     UsageError or SourceError if there is no such folder; everything else that is wrong is in ``problems``.
     """
     location = locate(options.source)
-    dflash = Checkpoint.open(locate(options.dflash).folder) if options.dflash is not None else None
-    read = _Sources(options, location, Checkpoint.open(location.folder), dflash, [], [])
+    dflash = open_checkpoint(locate(options.dflash).folder) if options.dflash is not None else None
+    read = _Sources(options, location, open_checkpoint(location.folder), dflash, [], [])
     read.problems.extend(read.checkpoint.problems)
+    read.notes.extend(read.checkpoint.notes)
     for checkpoint in (read.checkpoint, *([dflash] if dflash else [])):
         if checkpoint.ignored:
             read.notes.append(f"ignored, not named by the index: {', '.join(checkpoint.ignored)}")
@@ -269,11 +271,11 @@ def _between(sections: ModelSections, dflash: Mapping[str, Any] | None) -> tuple
 def _check_tensors(read: _Sources, choice: Choice, model: ModelConfig, names: Names, source_map: SourceMap) -> None:
     """Everything about stored tensors: quantized or plain, missing, misshapen, of another dtype, left over."""
     prefixes = converted_prefixes(model, names, "base")
-    if problem := quantized_problem(read.checkpoint, prefixes):
-        read.problems.append(problem)
-        check_absent(read.checkpoint, source_map.shapes["base"], (), read.problems, read.notes)
+    shapes = source_map.shapes["base"]
+    if check_faults(read.checkpoint, prefixes, read.problems):
+        check_absent(read.checkpoint, shapes, (), read.problems, read.notes)
         return
-    if note := plain_despite_config(read.checkpoint):
+    if note := plain_despite_config(read.checkpoint, shapes):
         read.notes.append(note)
     optional = (
         OptionalPart("mtp.", "--no-mtp", "the MTP draft layer"),
@@ -286,13 +288,15 @@ def _check_tensors(read: _Sources, choice: Choice, model: ModelConfig, names: Na
         errors_under=() if choice.published else prefixes,
         optional=() if read.options.identity is not None and choice.published else optional,
     )
-    shapes = source_map.shapes["base"]
     also_used = (names.lm_head,) if names.tied else ()
     check_sources(read.checkpoint, shapes, also_used, rules, read.problems, read.notes)
     if names.tied:
         _check_tied(read, names)
     if read.dflash is not None and read.dflash.has_weights:
-        inner = SourceRules(choice.published, choice.published, converted_prefixes(model, names, "dflash"), ())
+        inside = converted_prefixes(model, names, "dflash")
+        if check_faults(read.dflash, inside, read.problems):
+            return
+        inner = SourceRules(choice.published, choice.published, inside, ())
         check_sources(read.dflash, source_map.shapes["dflash"], (), inner, read.problems, read.notes)
 
 
@@ -316,7 +320,7 @@ def _check_tied(read: _Sources, names: Names) -> None:
     read.problems.append(Problem("tied-head-differs", message, names.lm_head, advice))
 
 
-def _tied_difference(checkpoint: Checkpoint, head: TensorRef, embedding: TensorRef) -> str | None:
+def _tied_difference(checkpoint: LogicalCheckpoint, head: LogicalTensor, embedding: LogicalTensor) -> str | None:
     """How the two tensors differ, or None if they are equal; reads both a few rows at a time."""
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
         return f"it is {head.dtype} {list(head.shape)}, the embedding {embedding.dtype} {list(embedding.shape)}"

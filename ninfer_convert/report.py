@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ninfer_convert.checkpoint import Checkpoint
 from ninfer_convert.fingerprint import package_version
 from ninfer_convert.journal import Finished
 from ninfer_convert.plan import ConversionPlan, Target
+from ninfer_convert.sources.logical import LogicalCheckpoint
 from ninfer_format import TensorEntry
 from ninfer_format.inventory import component_of
 
@@ -84,7 +84,7 @@ def dump_report(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+def _source(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
     return {
         "folder": str(checkpoint.folder),
         "tensors": len(checkpoint.tensors),

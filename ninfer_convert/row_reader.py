@@ -7,16 +7,18 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_convert.checkpoint import Checkpoint
 from ninfer_convert.families import ObjectSource, RowRun
+from ninfer_convert.sources.logical import Floats, LogicalCheckpoint, Words
 
-Words = NDArray[np.uint16]
+Rows = Words | Floats
 
 
 class RowReader:
-    """Reads BF16 words of the rows of ``source``; ``ids`` picks and orders them for a draft head. Thread-safe."""
+    """Reads the rows of ``source``; ``ids`` picks and orders them for a draft head. Thread-safe."""
 
-    def __init__(self, checkpoint: Checkpoint, source: ObjectSource, ids: NDArray[np.int32] | None = None) -> None:
+    def __init__(
+        self, checkpoint: LogicalCheckpoint, source: ObjectSource, ids: NDArray[np.int32] | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._source = source
         self._ids = ids
@@ -25,11 +27,14 @@ class RowReader:
         self.width = source.row_width
         self.gathers = ids is not None
         """Whether ``read`` needs ``scratch``."""
+        self.as_floats = any(checkpoint.tensors[name].as_floats for name in source.tensors)
+        """Whether an encoder should be given float32 rows, because some are made by dequantizing."""
 
-    def read(self, begin: int, out: Words, scratch: Words | None = None) -> None:
-        """Fill ``out`` [n, width] with rows from ``begin``; ``scratch`` has the same size where rows are gathered.
+    def read(self, begin: int, out: Rows, scratch: Rows | None = None) -> None:
+        """Fill ``out`` [n, width] with rows from ``begin``, as BF16 words or float32 values by its dtype.
 
-        Gathered rows are read in ascending file position, neighbours together. SourceError and OSError pass through.
+        ``scratch`` is a second array like ``out``, needed where rows are gathered: they are read in ascending file
+        position, neighbours together. SourceError and OSError pass through.
         """
         if self._ids is None:
             self._read_span(begin, out)
@@ -60,10 +65,8 @@ class RowReader:
             yield run, skipped, here
             number, begin, count = number + 1, begin + here, count - here
 
-    def _read_span(self, begin: int, out: Words) -> None:
+    def _read_span(self, begin: int, out: Rows) -> None:
         done = 0
         for run, skipped, count in self._parts(begin, len(out)):
-            self._checkpoint.read_words(
-                run.tensor, run.begin + skipped, count, out[done : done + count], row_width=self.width
-            )
+            self._checkpoint.read_rows(run.tensor, run.begin + skipped, out[done : done + count])
             done += count

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ninfer_convert.plan import ConversionPlan
 from ninfer_convert.quantize.bad_value import BadValue
 from ninfer_convert.quantize.direct import check_finite, store_transposed, store_widened
-from ninfer_convert.row_reader import RowReader
+from ninfer_convert.row_reader import RowReader, Rows
+from ninfer_convert.sources.logical import Words
 from ninfer_format import SourceError
 from ninfer_format.directory import Entry, TensorEntry
 from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT_COLUMNS, row_split_planes
@@ -32,20 +33,19 @@ class Workspace:
         from ninfer_convert.quantize.groupwise import GroupEncoder
 
         self.encoder = GroupEncoder(step_lanes, device)
-        self._words = np.empty(lanes, np.uint16)
-        self._scratch: NDArray[np.uint16] | None = None
+        self._lanes = lanes
+        self._buffers: dict[tuple[str, bool], Rows] = {}
 
-    def words(self, n_rows: int, width: int) -> NDArray[np.uint16]:
-        """Buffer [n_rows, width], undefined content."""
-        if n_rows * width > self._words.size:
-            self._words = np.empty(n_rows * width, np.uint16)
-        return self._words[: n_rows * width].reshape(n_rows, width)
+    def rows(self, n_rows: int, width: int, *, floats: bool = False, second: bool = False) -> Rows:
+        """Buffer [n_rows, width] of words or float32 values, undefined content; ``second`` is another one.
 
-    def scratch(self, n_rows: int, width: int) -> NDArray[np.uint16]:
-        """A second buffer of that shape, made when first asked for."""
-        if self._scratch is None or n_rows * width > self._scratch.size:
-            self._scratch = np.empty(max(self._words.size, n_rows * width), np.uint16)
-        return self._scratch[: n_rows * width].reshape(n_rows, width)
+        Each is made when first asked for.
+        """
+        kind, size = ("float32" if floats else "uint16"), n_rows * width
+        buffer = self._buffers.get((kind, second))
+        if buffer is None or size > buffer.size:
+            buffer = self._buffers[kind, second] = np.empty(max(self._lanes, size), kind)
+        return buffer[:size].reshape(n_rows, width)
 
 
 class StoredObject:
@@ -157,13 +157,22 @@ class StoredObject:
                 f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {self.entry.name}); {error.why}"
             ) from None
 
-    def read(self, begin: int, end: int, space: Workspace, out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
-        """Words of rows [begin, end), in ``out`` or the worker's own buffer."""
+    def read(self, begin: int, end: int, space: Workspace, out: Words | None = None) -> Words:
+        """BF16 words of rows [begin, end), in ``out`` or the worker's own buffer."""
         assert self.reader is not None
         n, width = end - begin, self.reader.width
-        words = space.words(n, width) if out is None else out
-        self.reader.read(begin, words, space.scratch(n, width) if self.reader.gathers else None)
-        return words
+        words: Any = space.rows(n, width) if out is None else out
+        self.reader.read(begin, words, space.rows(n, width, second=True) if self.reader.gathers else None)
+        return words  # type: ignore[no-any-return]
+
+    def read_values(self, begin: int, end: int, space: Workspace) -> Rows:
+        """The same for an encoder: float32 values where some rows are made by dequantizing, otherwise words."""
+        assert self.reader is not None
+        n, width, floats = end - begin, self.reader.width, self.reader.as_floats
+        rows = space.rows(n, width, floats=floats)
+        scratch = space.rows(n, width, floats=floats, second=True) if self.reader.gathers else None
+        self.reader.read(begin, rows, scratch)
+        return rows
 
 
 def _encode_rows(item: StoredObject, begin: int, end: int, space: Workspace) -> "ErrorSums | None":
@@ -172,10 +181,10 @@ def _encode_rows(item: StoredObject, begin: int, end: int, space: Workspace) -> 
     if item.quantized:
         from ninfer_convert.quantize.groupwise import plane_rows
 
-        words = item.read(begin, end, space)
+        rows = item.read_values(begin, end, space)
         planes = plane_rows(item.payload, row_split_planes(entry.format, entry.shape), begin, end)
         return space.encoder.encode(
-            words, NUMERIC_FORMATS[entry.format], planes, first_row=begin, known_largest=item.known_largest
+            rows, NUMERIC_FORMATS[entry.format], planes, first_row=begin, known_largest=item.known_largest
         )
     assert item.reader is not None
     width = item.reader.width

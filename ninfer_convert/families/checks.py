@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ninfer_convert.checkpoint import Checkpoint, TensorRef
 from ninfer_convert.problems import Problem, some_names
 from ninfer_convert.sources.bf16 import DIRECT_DTYPES
+from ninfer_convert.sources.logical import PLAIN, LogicalCheckpoint, LogicalTensor
 
 # Buffers that older libraries saved; they hold nothing that is not computed from the config.
 _HARMLESS = (".rotary_emb.inv_freq",)
@@ -40,7 +40,7 @@ class SourceRules:
 
 
 def check_sources(
-    checkpoint: Checkpoint,
+    checkpoint: LogicalCheckpoint,
     shapes: Mapping[str, tuple[int, ...]],
     also_used: Iterable[str],
     rules: SourceRules,
@@ -57,7 +57,7 @@ def check_sources(
 
 
 def check_absent(
-    checkpoint: Checkpoint,
+    checkpoint: LogicalCheckpoint,
     needed: Iterable[str] | None,
     optional: Iterable[OptionalPart],
     problems: list[Problem],
@@ -80,7 +80,7 @@ def check_absent(
 
 
 def _check_missing(
-    checkpoint: Checkpoint,
+    checkpoint: LogicalCheckpoint,
     shapes: Mapping[str, tuple[int, ...]],
     optional: Iterable[OptionalPart],
     problems: list[Problem],
@@ -106,7 +106,9 @@ def _missing_advice(pattern: str) -> str:
     return _AGAIN
 
 
-def _check_shapes(used: Iterable[TensorRef], shapes: Mapping[str, tuple[int, ...]], problems: list[Problem]) -> None:
+def _check_shapes(
+    used: Iterable[LogicalTensor], shapes: Mapping[str, tuple[int, ...]], problems: list[Problem]
+) -> None:
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
     for ref in used:
         if ref.shape != shapes[ref.name]:
@@ -119,11 +121,14 @@ def _check_shapes(used: Iterable[TensorRef], shapes: Mapping[str, tuple[int, ...
         problems.append(Problem("wrong-shape", message, pattern, advice))
 
 
-def _check_dtypes(used: Iterable[TensorRef], bf16_only: bool, problems: list[Problem], notes: list[str]) -> None:
+def _check_dtypes(used: Iterable[LogicalTensor], bf16_only: bool, problems: list[Problem], notes: list[str]) -> None:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     rounded: dict[str, list[str]] = defaultdict(list)
+    dequantized: dict[str, list[str]] = defaultdict(list)
     for ref in used:
-        if ref.dtype not in DIRECT_DTYPES or (bf16_only and ref.dtype != "BF16"):
+        if ref.kind != PLAIN and not bf16_only:
+            dequantized[ref.kind].append(ref.name)
+        elif ref.dtype not in DIRECT_DTYPES or (bf16_only and ref.dtype != "BF16"):
             groups[_pattern(ref.name), ref.dtype].append(ref.name)
         elif ref.dtype != "BF16":
             rounded[ref.dtype].append(ref.name)
@@ -132,12 +137,14 @@ def _check_dtypes(used: Iterable[TensorRef], bf16_only: bool, problems: list[Pro
         plain = dtype in DIRECT_DTYPES
         advice = "convert it without --identity" if plain else "use the original BF16 checkpoint"
         problems.append(Problem("wrong-dtype", f"dtype {dtype}, expected {wanted}{_count(names)}", pattern, advice))
+    for kind, names in dequantized.items():
+        notes.append(f"{len(names)} tensors are stored as {kind} and dequantized: {some_names(names, 1)}")
     for dtype, names in rounded.items():
         notes.append(f"{len(names)} {dtype} tensors are rounded to BF16, nearest, ties to even: {some_names(names, 1)}")
 
 
 def _check_unused(
-    checkpoint: Checkpoint, used: set[str], rules: SourceRules, problems: list[Problem], notes: list[str]
+    checkpoint: LogicalCheckpoint, used: set[str], rules: SourceRules, problems: list[Problem], notes: list[str]
 ) -> None:
     unused = [n for n in checkpoint.tensors if n not in used and not n.endswith(_HARMLESS)]
     suspicious = [n for n in unused if rules.exact_names or n.startswith(rules.errors_under)]
@@ -162,3 +169,15 @@ def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _count(names: list[str]) -> str:
     return f" ({len(names)} tensors, the first is {names[0]})" if len(names) > 1 or "*" in _pattern(names[0]) else ""
+
+
+def check_faults(checkpoint: LogicalCheckpoint, prefixes: tuple[str, ...], problems: list[Problem]) -> bool:
+    """One problem per way in which tensors under ``prefixes`` are stored wrongly; whether there is any."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for fault in checkpoint.faults:
+        if fault.name.startswith(prefixes):
+            groups[fault.code, fault.message, fault.advice].append(fault.name)
+    for (code, message, advice), names in groups.items():
+        where = some_names(list(dict.fromkeys(map(_pattern, names))) if len(names) > 1 else names, 1)
+        problems.append(Problem(code, message + _count(names), where, advice))
+    return bool(groups)

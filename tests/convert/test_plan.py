@@ -214,9 +214,10 @@ def test_published_identity_requires_bf16(full_dense: Path) -> None:
     from ninfer_convert.checkpoint import Checkpoint, TensorRef
     from ninfer_convert.families.checks import SourceRules
     from ninfer_convert.problems import Problem
+    from ninfer_convert.sources.adapters import logical_checkpoint
 
     ref = TensorRef("a", "f", "F16", (1,), 0, 2)
-    checkpoint = Checkpoint(full_dense, {}, {"a": ref}, (), {}, frozenset(), (), ())
+    checkpoint = logical_checkpoint(Checkpoint(full_dense, {}, {"a": ref}, (), {}, frozenset(), (), ()))
     problems: list[Problem] = []
     check_sources(checkpoint, {"a": (1,)}, (), SourceRules(True, False, (), ()), problems, [])
     assert [p.code for p in problems] == ["wrong-dtype"]
