@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from ninfer_convert.commands import export
 from ninfer_format.command import progress_bytes, run_cli
 from ninfer_format.errors import SourceError, StorageError, UsageError
 
@@ -256,6 +257,12 @@ def _build_text(planned: "ConversionPlan", result: "BuildResult") -> str:
     if worst is not None:
         lines.append(f"error      {worst[0]:.4f} of the weights' norm in the worst matrix, {worst[1]}")
     return "\n".join(lines)
+
+
+# --- the other commands, a module each -------------------------------------------------------------------------------
+
+for command in (export,):
+    command.register(app)
 
 
 def main() -> NoReturn:

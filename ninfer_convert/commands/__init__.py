@@ -1,0 +1,1 @@
+"""The commands of ``ninfer-convert`` beyond ``plan`` and ``build``, one module each with ``register(app)``."""
