@@ -30,6 +30,7 @@ from ninfer_format.numeric.nvfp4_divisor import (
     sample_bands,
 )
 from ninfer_format.numeric.nvfp4_encode import (
+    LOW_WORDS,
     SCALES,
     STEPS_DOWN,
     STEPS_UP,
@@ -202,6 +203,7 @@ class Nvfp4Encoder:
             float(KEEP),
             STEPS_DOWN,
             STEPS_UP,
+            LOW_WORDS,
             *outputs,
             *self._scratch,
         )

@@ -99,8 +99,7 @@ def search_scales(
     weights: Tensor,
     least_weights: Tensor,
     keep: float,
-    steps_down: int,
-    steps_up: int,
+    limits: tuple[int, int, int],
     y: Tensor,
     y_words: Tensor,
     m: Tensor,
@@ -114,15 +113,18 @@ def search_scales(
     lower word; ``start`` takes part as word 0. Descending stops where clipping the largest magnitude alone costs
     every block more than its best error so far.
     """
+    steps_down, steps_up, low_words = limits
     block_errors(z, torch.index_select(scales, 0, start), weights, y, y_words, m, m_words, e)
     start_errors = e.clone()
     e.mul_(keep)
     best, keys = e.clone(), e_words.to(torch.int64).bitwise_left_shift_(8)
-    for step in range(steps_up, -steps_down - 1, -1):
+    highest = (start + steps_up).clamp_(low_words, 126)
+    first = max(steps_up, low_words - int(start.min()))
+    for step in range(first, -steps_down - 1, -1):
         if step == 0:
             continue
         unclamped = start + step
-        tried = unclamped.clamp(1, 126)
+        tried = torch.minimum(unclamped.clamp(1, 126), highest)
         s = torch.index_select(scales, 0, tried)
         if step < 0:
             clipped = torch.sub(amax, s, alpha=6.0).clamp_min_(0.0)
@@ -187,6 +189,7 @@ def encode_rows(
     keep: float,
     steps_down: int,
     steps_up: int,
+    low_words: int,
     codes_out: Tensor,
     scales_out: Tensor,
     z_all: Tensor,
@@ -235,9 +238,8 @@ def encode_rows(
         z.mul_(divisor)
         if search:
             amax.mul_(divisor)
-            words = search_scales(
-                z, amax, words, scales, weights, least_weights, keep, steps_down, steps_up, y, yw, m, mw, e, ew
-            )
+            limits = steps_down, steps_up, low_words
+            words = search_scales(z, amax, words, scales, weights, least_weights, keep, limits, y, yw, m, mw, e, ew)
             exact_total(e, totals[:2])
         if codes_out.numel() > 0:
             s = torch.index_select(scales, 0, words)
