@@ -1,7 +1,7 @@
 """Activation statistics: what ``ninfer-run calibrate`` measures and ``ninfer-convert`` reads, as one JSON document.
 
 A site is one input that decoder matrices multiply. It has the name that the activation divisor of its matrix would
-have, whether the artifact has that object or not, so statistics of any recipe serve any other. Schema: ``specs/cli.md``.
+have, whether the artifact has that object or not: statistics of any recipe serve any other. Schema: ``specs/cli.md``.
 """
 
 import json

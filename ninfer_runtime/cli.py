@@ -1,4 +1,4 @@
-"""The command ``ninfer-run``: generate, chat, logits, score (specs/cli.md).
+"""The command ``ninfer-run``: generate, chat, logits, score, calibrate (specs/cli.md).
 
 Each function parses, calls one function of ``commands``, and returns its exit code.
 """
@@ -248,6 +248,35 @@ def score(
     from ninfer_runtime.commands.score import score as run
 
     return run(_engine_options(file, backend, device, dtype, max_context, prefill_chunk), text, as_json=as_json)
+
+
+@app.command()
+def calibrate(
+    file: File,
+    out: Annotated[Path, typer.Option("--out", metavar="STATS.json", help="File to write.")],
+    text: Annotated[
+        list[str] | None, typer.Option("--text", metavar="FILE", help="A text in UTF-8; repeatable, - reads stdin.")
+    ] = None,
+    messages: Annotated[
+        list[str] | None, typer.Option("--messages", metavar="FILE", help="A conversation in JSON; repeatable.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", parser=positive, metavar="N", help="Feed at most so many in all.")
+    ] = None,
+    amax_only: Annotated[bool, typer.Option("--amax-only", help="Leave the means per channel out.")] = False,
+    max_context: MaxContext = None,
+    prefill_chunk: PrefillChunk = 1024,
+    backend: Backend = "reference",
+    device: Device = "cpu",
+    dtype: DtypeName = "bfloat16",
+) -> int:
+    """Measure what the matrices multiply, for `ninfer-convert build --activation-stats`."""
+    from ninfer_runtime.commands.calibrate import CalibrationSources
+    from ninfer_runtime.commands.calibrate import calibrate as run
+
+    sources = CalibrationSources(text or (), messages or (), max_tokens)
+    options = _engine_options(file, backend, device, dtype, max_context, prefill_chunk)
+    return run(options, sources, out, channels=not amax_only)
 
 
 def main() -> NoReturn:

@@ -17,7 +17,7 @@ from ninfer_runtime.config import EngineConfig
 from ninfer_runtime.engine.generation import SLOT, Admitted, Generation
 from ninfer_runtime.engine.memory_plan import plan_engine
 from ninfer_runtime.engine.sequence import Request, check_tokens
-from ninfer_runtime.engine.teacher import Score, score, teacher_forced_chunks
+from ninfer_runtime.engine.teacher import Score, hidden_chunks, score, teacher_forced_chunks
 from ninfer_runtime.models.binder import BoundModel, bind
 
 
@@ -84,6 +84,12 @@ class Engine:
         prompt = self._known_tokens(token_ids, self.plan.limits.max_context)
         with self._whole_pool() as pages:
             yield from teacher_forced_chunks(self.program, SLOT, prompt, pages)
+
+    def hidden_chunks(self, token_ids: Sequence[int]) -> Iterator[Float32s]:
+        """Final-normed hidden rows in order, float32 [n, hidden] a prefill chunk at a time; no head is evaluated."""
+        prompt = self._known_tokens(token_ids, self.plan.limits.max_context)
+        with self._whole_pool() as pages:
+            yield from hidden_chunks(self.program, SLOT, prompt, pages)
 
     def score(self, token_ids: Sequence[int], *, overlap: int | None = None) -> Score:
         """Perplexity of a text of any length; see ``teacher.score``. RequestError for fewer than two tokens."""

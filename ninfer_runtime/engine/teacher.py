@@ -46,6 +46,17 @@ def teacher_forced_chunks(program: Program, slot: int, token_ids: Int32s, pages:
         yield program.prefill(PrefillChunk(slot, part, start, pages, logits="all")).logits
 
 
+def hidden_chunks(program: Program, slot: int, token_ids: Int32s, pages: Int32s) -> Iterator[Float32s]:
+    """Reset ``slot`` and feed ``token_ids`` int32 [T]; yields final-normed hidden rows float32 [n, hidden], T rows."""
+    program.reset(slot)
+    step = program.plan.limits.prefill_chunk
+    for start in range(0, len(token_ids), step):
+        chunk = PrefillChunk(slot, token_ids[start : start + step], start, pages, want_hidden=True)
+        hidden = program.prefill(chunk).hidden
+        assert hidden is not None
+        yield hidden
+
+
 def score(program: Program, slot: int, token_ids: Int32s, pages: Int32s, *, overlap: int | None = None) -> Score:
     """Log likelihood of every token after the first, given at most a context of the program's ``max_context``.
 

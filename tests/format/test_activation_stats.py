@@ -43,8 +43,9 @@ def test_float32_values_read_back_exactly(tmp_path: Path, fresh_seed: int) -> No
     path = tmp_path / "stats.json"
     path.write_bytes(dump_activation_stats(stats))
     read = read_activation_stats(path)
-    assert read.sites[SITE].mean_square is not None
-    assert np.array_equal(read.sites[SITE].mean_square, squares)
+    again = read.sites[SITE].mean_square
+    assert again is not None
+    assert np.array_equal(again, squares)
     assert np.float32(read.sites[SITE].amax) == np.float32(0.1)
     assert read.sites[HEAD_SITE].mean_square is None
     assert (read.model, read.dtype, read.n_tokens, read.context, read.texts) == (

@@ -14,6 +14,8 @@ from .weights import Weights
 
 def linear_float32(x: Tensor, weights: Weights, view: View) -> Tensor:
     """[T, K] × the rows of ``view`` → float32 [T, n_rows], not rounded."""
+    if weights.observer is not None:
+        weights.observer(view.name, x)
     out = torch.empty((x.shape[0], view.n_rows), dtype=torch.float32, device=x.device)
     x = x.float()
     for block in weights.matrix(view):

@@ -1,5 +1,8 @@
 """The reference program: rounds run when they are launched, everything else follows ``backends/base.py``."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -136,6 +139,15 @@ class ReferenceProgram:
         launched = self._book.find(ticket)
         require(not launched.is_settled, f"round {ticket.serial} was committed already")
         self._book.settle(launched, give_up=True)
+
+    @contextmanager
+    def observing(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """While the block runs, ``observer(matrix, x)`` sees the rows x [T, K] that every stored matrix multiplies."""
+        self._weights.observer = observer
+        try:
+            yield
+        finally:
+            self._weights.observer = None
 
     def close(self) -> None:
         self._weights.close()

@@ -6,7 +6,7 @@ runs, slowly. Block boundaries depend on the matrix alone: results do not change
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -57,6 +57,8 @@ class Weights:
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
         self._lock = Lock()
         self.resident_bytes = 0
+        self.observer: Callable[[str, Tensor], None] | None = None
+        """Called with every matrix's name and the rows [T, K] that are about to be multiplied by it."""
 
     @property
     def dtype(self) -> torch.dtype:
