@@ -13,14 +13,8 @@ from ninfer_convert.problems import some_names
 from ninfer_convert.sources.groups import KV_SCALES, StoredGroup, stored_groups
 from ninfer_convert.sources.logical import Fault, LogicalCheckpoint, LogicalTensor, plain_tensor
 from ninfer_convert.sources.markers import marker_kind
-
-
-class BadGroup(Exception):
-    """A group that its adapter cannot present: ``code``, ``message`` and ``advice`` of the problem."""
-
-    def __init__(self, code: str, message: str, advice: str) -> None:
-        super().__init__(message)
-        self.code, self.message, self.advice = code, message, advice
+from ninfer_convert.sources.nvfp4 import COMPRESSED_TENSORS, MODELOPT, Nvfp4Adapter
+from ninfer_convert.sources.refusal import BadGroup
 
 
 class Adapter(Protocol):
@@ -49,7 +43,7 @@ class Plain:
         return plain_tensor(files, group.weight)
 
 
-ADAPTERS: tuple[Adapter, ...] = (Plain(),)
+ADAPTERS: tuple[Adapter, ...] = (Nvfp4Adapter(COMPRESSED_TENSORS), Nvfp4Adapter(MODELOPT), Plain())
 """The first that takes a group presents it."""
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from ninfer_convert.checkpoint import Checkpoint, Shard, TensorRef
 from ninfer_convert.sources.bf16 import DIRECT_DTYPES, to_bf16_words
 from ninfer_format import SourceError
 from ninfer_format.numeric.direct import widen_bf16
+
+if TYPE_CHECKING:
+    from ninfer_convert.sources.nvfp4 import PackedNvfp4
 
 Words = NDArray[np.uint16]
 Floats = NDArray[np.float32]
@@ -76,6 +79,8 @@ class LogicalTensor:
     """File of the first stored tensor, and where that begins in it."""
     file_offset: int
     reader: TensorReader
+    packed: "PackedNvfp4 | None" = None
+    """The stored words of an NVFP4 matrix, for objects that take them as they are."""
 
     @property
     def n_elements(self) -> int:

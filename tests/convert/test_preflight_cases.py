@@ -145,7 +145,7 @@ def test_many_missing_tensors_of_one_kind_are_one_line(tiny: TinyCheckpoint, pla
 @pytest.mark.parametrize(
     ("suffix", "kind"),
     [(".weight_scale_inv", "block-scaled FP8"), (".weight_packed", "compressed-tensors"),
-     (".weight_scale_2", "ModelOpt"), (".qweight", "GPTQ")],
+     (".qzeros", "GPTQ"), (".qweight", "GPTQ")],
 )  # fmt: skip
 def test_quantized_source_is_one_sentence(dense: TinyCheckpoint, plan_of: PlanOf, suffix: str, kind: str) -> None:
     for layer in range(4):
