@@ -37,7 +37,9 @@ IdentityText = Annotated[
     str | None,
     typer.Option("--identity", metavar="M/W", help="Published identity that the output must be, or a custom one."),
 ]
-Recipe = Annotated[str | None, typer.Option(metavar="NAME", help="groupwise-int (default), bf16 or w8.")]
+Recipe = Annotated[
+    str | None, typer.Option(metavar="NAME", help="groupwise-int (default), bf16, w8, or a TOML file of a mixed one.")
+]
 ModelId = Annotated[str | None, typer.Option("--model-id", metavar="ID", help="Model id of a custom artifact.")]
 Dflash = Annotated[Path | None, typer.Option("--dflash", metavar="DIR", help="Folder of the DFlash companion.")]
 Ranking = Annotated[
@@ -66,13 +68,14 @@ def _options(
     **others: Any,
 ) -> "BuildOptions":
     from ninfer_convert.plan import BuildOptions
+    from ninfer_convert.recipe_file import recipe_option
     from ninfer_format import Identity
 
     parsed = Identity.parse(identity) if identity is not None else None
     return BuildOptions(
         source,
         identity=parsed,
-        recipe=recipe,
+        recipe=recipe_option(recipe),
         model_id=model_id,
         dflash=dflash,
         ranking=ranking,

@@ -9,6 +9,7 @@ from ninfer_convert.config_check import config_differences, dflash_differences
 from ninfer_convert.families.sections import ModelSections
 from ninfer_convert.locate import slug
 from ninfer_convert.problems import Problem
+from ninfer_convert.recipe_file import RecipeFile
 from ninfer_convert.resources import Frontend
 from ninfer_format import Identity
 from ninfer_format.published import PUBLISHED, TOKENIZER_IDS
@@ -24,7 +25,7 @@ class Wishes:
     """What the user said about the identity."""
 
     identity: Identity | None
-    recipe: str | None
+    recipe: str | RecipeFile | None
     model_id: str | None
     no_mtp: bool
     no_vision: bool
@@ -68,8 +69,9 @@ def choose_identity(wishes: Wishes, evidence: Evidence, problems: list[Problem],
 
 def _recipe(wishes: Wishes, problems: list[Problem]) -> str:
     asked = wishes.identity.weights_id if wishes.identity is not None else None
-    recipe = wishes.recipe or asked or BUILDABLE_RECIPES[0]
-    if recipe not in BUILDABLE_RECIPES:
+    mixed = isinstance(wishes.recipe, RecipeFile)
+    recipe = str(wishes.recipe or asked or BUILDABLE_RECIPES[0])
+    if recipe not in BUILDABLE_RECIPES and not mixed:
         known = "is not in this release" if recipe in RECIPE_NAMES else "is unknown"
         message = f"recipe {recipe!r} {known}; it builds {', '.join(BUILDABLE_RECIPES)}"
         problems.append(Problem("unsupported-recipe", message, "--recipe", "choose one of these"))
@@ -125,7 +127,7 @@ def obstacles(identity: Identity, wishes: Wishes, evidence: Evidence) -> Iterato
     if identity.weights_id not in BUILDABLE_RECIPES:
         yield refused(f"{identity} is made from a prepacked source, which is not in this release")
     if wishes.recipe not in (None, identity.weights_id):
-        yield refused(f"{identity} has the recipe {identity.weights_id!r}, not {wishes.recipe!r}", "--recipe")
+        yield refused(f"{identity} has the recipe {identity.weights_id!r}, not '{wishes.recipe}'", "--recipe")
     if wishes.model_id not in (None, identity.model_id):
         yield refused(f"{identity} has the model id {identity.model_id!r}, not {wishes.model_id!r}", "--model-id")
     if wishes.no_mtp:

@@ -22,6 +22,7 @@ from ninfer_convert.locate import Location, locate
 from ninfer_convert.memory import peak_memory
 from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
 from ninfer_convert.problems import PlanError, Problem
+from ninfer_convert.recipe_file import RecipeFile, resolve
 from ninfer_convert.resources import Frontend, read_frontend
 from ninfer_convert.sources.adapters import open_checkpoint
 from ninfer_convert.sources.logical import LogicalCheckpoint, LogicalTensor
@@ -46,7 +47,8 @@ class BuildOptions:
     """Checkpoint folder, or a Hub name (``org/name`` or ``org/name@revision``) that is in the local cache."""
     out: Path | None = None
     identity: Identity | None = None
-    recipe: str | None = None
+    recipe: str | RecipeFile | None = None
+    """Name of a built-in recipe, or a mixed one from a file."""
     model_id: str | None = None
     dflash: Path | None = None
     ranking: Path | None = None
@@ -186,7 +188,7 @@ def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
     )
     wishes = Wishes(options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision)
     choice = choose_identity(wishes, evidence, read.problems, read.notes)
-    if choice.recipe not in BUILDABLE_RECIPES:
+    if choice.recipe not in BUILDABLE_RECIPES and not isinstance(options.recipe, RecipeFile):
         return None, frontend
     planned = _published(choice, frontend) if choice.published else _custom(choice, evidence, read)
     if planned is None:
@@ -241,8 +243,14 @@ def _custom(choice: Choice, evidence: Evidence, read: _Sources) -> _Planned | No
         return None
     if geometry.text.n_experts and geometry.dflash is None:
         read.notes.append("no DFlash companion is given: the artifact has no dflash objects")
+    wanted = read.options.recipe
     try:
-        recipe = recipe_for(geometry, choice.recipe)
+        if isinstance(wanted, RecipeFile):
+            recipe, wrong_rules = resolve(wanted, geometry)
+            mend = "mend the recipe file"
+            read.problems.extend(Problem("bad-recipe", message, "--recipe", mend) for message in wrong_rules)
+        else:
+            recipe = recipe_for(geometry, choice.recipe)
         model = ModelConfig(
             sections.text_config, sections.vision_config, token_ids, evidence.dflash_config, recipe, rows
         )

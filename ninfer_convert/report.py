@@ -14,6 +14,7 @@ from typing import Any
 from ninfer_convert.fingerprint import package_version
 from ninfer_convert.journal import Finished
 from ninfer_convert.plan import ConversionPlan, Target
+from ninfer_convert.recipe_file import RecipeFile
 from ninfer_convert.sources.logical import LogicalCheckpoint
 from ninfer_format import TensorEntry
 from ninfer_format.inventory import component_of
@@ -42,7 +43,7 @@ def conversion_report(
         "schema": SCHEMA,
         "identity": str(target.identity),
         "published": target.published,
-        "recipe": {"name": target.config.recipe.name, "formats": dict(target.config.recipe.formats)},
+        "recipe": _recipe(target, options.recipe),
         "output": {
             "path": str(options.out),
             "bytes": target.inventory.file_bytes,
@@ -52,7 +53,7 @@ def conversion_report(
         "arguments": {
             "source": str(options.source),
             "identity": str(options.identity) if options.identity else None,
-            "recipe": options.recipe,
+            "recipe": str(options.recipe) if options.recipe else None,
             "model_id": options.model_id,
             "dflash": str(options.dflash) if options.dflash else None,
             "ranking": str(options.ranking) if options.ranking else None,
@@ -96,6 +97,15 @@ def _source(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
         ],
         "ignored_files": list(checkpoint.ignored),
     }
+
+
+def _recipe(target: Target, wanted: str | RecipeFile | None) -> dict[str, Any]:
+    recipe = target.config.recipe
+    document = {"name": recipe.name, "formats": dict(recipe.formats), "exceptions": dict(recipe.exceptions)}
+    if not isinstance(wanted, RecipeFile):
+        return document | {"file": None}
+    file = {"sha256": wanted.sha256, "base": wanted.base, "description": wanted.description}
+    return document | {"file": file | {"rules": {rule.pattern: rule.format for rule in wanted.rules}}}
 
 
 def _config(target: Target) -> dict[str, Any]:

@@ -85,16 +85,18 @@ _GROUPWISE_MOE = _GROUPWISE_SHARED | {
 }
 
 
-def recipe_for(geometry: ModelGeometry, name: str) -> Recipe:
+def recipe_for(geometry: ModelGeometry, name: str, style: Style | None = None) -> Recipe:
     """The built-in recipe ``name`` for this model; InventoryError lists the names otherwise.
 
     groupwise-int: 4 to 8 bits by role. bf16: every matrix BF16. w8: every matrix that groupwise-int quantizes is W8.
     nvfp4: decoder matrices NVFP4 where the shape allows (rows % 128 = 0, columns % 64 = 0) and W8 elsewhere,
-    embedding and head W8, the rest as groupwise-int; the dense model gets its fused names.
+    embedding and head W8, the rest as groupwise-int. ``style`` is the naming; by default a dense model is split, and
+    fused for nvfp4.
     """
     if name not in RECIPE_NAMES:
         raise InventoryError(f"unknown recipe {name!r}; this release knows {', '.join(RECIPE_NAMES)}")
-    style: Style = "moe" if geometry.architecture == "qwen3_5_moe" else "fused" if name == "nvfp4" else "split"
+    if style is None:
+        style = "moe" if geometry.architecture == "qwen3_5_moe" else "fused" if name == "nvfp4" else "split"
     pairs = [(r.name, _built_in_format(geometry, name, style, r)) for r in roles_present(geometry, style)]
     return Recipe(name, with_divisors(pairs))
 
