@@ -2,7 +2,9 @@
 
 Bit-equal to the numpy encoder. A matrix takes two passes: ``largest_magnitude`` over all rows gives its divisors
 (``settle``), then every piece of rows is encoded on its own, in any order, and ``accepted`` judges the sum.
-MEASUREMENT
+
+Measured on BF16 normal weights, MB/s of source for ``max`` / ``mse``. One core with AVX-512, by lanes per step: 2^16 425 /
+80, 2^17 490 / 92, 2^18 530 / 97. One H200, copies from and to pageable memory included: 2^25 6000 / 2900.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -128,14 +130,13 @@ class Nvfp4Encoder:
 
         K must not exceed ``lanes``.
         """
-        outputs = [torch.empty(a.shape, dtype=torch.uint8, device=self.device) for a in (codes, scales)]
-        on_cpu = self.device.type == "cpu"
-        if on_cpu and codes.flags.c_contiguous and scales.flags.c_contiguous:
-            outputs = [torch.from_numpy(codes), torch.from_numpy(scales)]
+        stored = [torch.from_numpy(plane) for plane in (codes, scales)]
+        direct = self.device.type == "cpu" and all(plane.is_contiguous() for plane in stored)
+        outputs = stored if direct else [torch.empty(p.shape, dtype=p.dtype, device=self.device) for p in stored]
         totals, (largest, squares, source) = self._run(rows, choice, importance, outputs)
-        for target, output in zip((codes, scales), outputs, strict=True):
-            if output.data_ptr() != target.ctypes.data:
-                target[...] = output.cpu().numpy()
+        if not direct:
+            for target, output in zip(stored, outputs, strict=True):
+                target.copy_(output)
         unit = 1 / float(choice.divisor)
         return EncodedSums(
             ErrorSums(largest * unit, squares * unit * unit, source * unit * unit),
@@ -167,13 +168,12 @@ class Nvfp4Encoder:
         candidates = candidate_divisors(amax)
         if len(candidates) == 1:
             return MatrixChoice(method, candidates[0], plain)
+        rows: Any = np.concatenate(sample)
         errors = []
         for divisor in candidates:
-            tried, total = MatrixChoice(method, divisor, divisor), SquaredError()
-            for rows in sample:
-                totals, _ = self._run(rows, tried, importance, [self._no_bytes, self._no_bytes])
-                total = total.plus(SquaredError(*totals[:2]))
-            errors.append(total)
+            tried = MatrixChoice(method, divisor, divisor)
+            totals, _ = self._run(rows, tried, importance, [self._no_bytes, self._no_bytes])
+            errors.append(SquaredError(*totals[:2]))
         return MatrixChoice(method, best_divisor(candidates, errors), plain)
 
     def _run(

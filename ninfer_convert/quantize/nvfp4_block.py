@@ -33,17 +33,19 @@ class Scratch(NamedTuple):
     nibbles: Tensor
     """uint8 [lanes]."""
     signs: Tensor
+    others: Tensor
 
 
-SCRATCH_BYTES_PER_LANE = 15
+SCRATCH_BYTES_PER_LANE = 16
+"""15.25, rounded up. Nothing else of the size of a step is allocated: fresh pages cost more than the arithmetic."""
 
 
 def make_scratch(lanes: int, device: torch.device) -> Scratch:
     """Buffers for steps of up to ``lanes`` lanes, a multiple of 16."""
     z, y, m, e = (torch.zeros(n, dtype=torch.float32, device=device) for n in (lanes, lanes, lanes, lanes // 16))
-    nibbles, signs = (torch.zeros(lanes, dtype=torch.uint8, device=device) for _ in range(2))
+    nibbles, signs, others = (torch.zeros(lanes, dtype=torch.uint8, device=device) for _ in range(3))
     int32 = torch.int32
-    return Scratch(z, z.view(int32), y, y.view(int32), m, m.view(int32), e, e.view(int32), nibbles, signs)
+    return Scratch(z, z.view(int32), y, y.view(int32), m, m.view(int32), e, e.view(int32), nibbles, signs, others)
 
 
 def start_words(amax: Tensor, divisor: float, six: Tensor, e: Tensor, e_words: Tensor) -> Tensor:
@@ -154,6 +156,7 @@ def write_codes(
     m_words: Tensor,
     nibbles: Tensor,
     signs: Tensor,
+    others: Tensor,
 ) -> None:
     """Packed codes of ``z`` [16, blocks] under ``s`` to ``codes_out`` uint8 [blocks, 8]; ``words`` of zero blocks ← 0.
 
@@ -162,10 +165,12 @@ def write_codes(
     torch.div(z, s, out=y)
     round_e2m1(y, y_words, m, m_words)
     # Octaves 1, 2, 4 add 0, 2, 4 to the code; their words end, shifted, in 254, 0, 2, and 2 came with the rounding.
-    nibbles.copy_(torch.bitwise_right_shift(m_words, 22).add_(y_words))
+    nibbles.copy_(y_words)
     y.sub_(m, alpha=6291457.0)
+    nibbles.add_(others.copy_(m_words.bitwise_right_shift_(22)))
     words.masked_fill_(torch.amax(nibbles, 0) == 0, 0)
-    nibbles.bitwise_or_(signs.bitwise_and_(nibbles + 7).bitwise_and_(8))
+    torch.add(nibbles, 7, out=others)
+    nibbles.bitwise_or_(signs.bitwise_and_(others).bitwise_and_(8))
     codes_out.copy_(nibbles[1::2].bitwise_left_shift(4).bitwise_or_(nibbles[0::2]).t())
 
 
@@ -202,6 +207,7 @@ def encode_rows(
     e_words: Tensor,
     nibbles_all: Tensor,
     signs_all: Tensor,
+    others_all: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Encode ``source`` [n, K] (BF16 or float32, finite) with ``divisor``, ``rows_per_step`` rows at a time.
 
@@ -231,8 +237,10 @@ def encode_rows(
             exact_total(e, totals[2:])
         z.copy_(lying)
         nibbles, signs = nibbles_all[:lanes].view(16, n), signs_all[:lanes].view(16, n)
+        others = others_all[:lanes].view(16, n)
         if codes_out.numel() > 0:
-            signs.copy_(torch.bitwise_right_shift(zw, 28))
+            torch.bitwise_right_shift(zw, 28, out=mw)
+            signs.copy_(mw)
         amax = torch.amax(z.abs_(), 0)
         words = start_words(amax, divisor, six, e, ew)
         z.mul_(divisor)
@@ -243,7 +251,7 @@ def encode_rows(
             exact_total(e, totals[:2])
         if codes_out.numel() > 0:
             s = torch.index_select(scales, 0, words)
-            write_codes(z, s, words, codes_out[row:end].view(n, 8), y, yw, m, mw, nibbles, signs)
+            write_codes(z, s, words, codes_out[row:end].view(n, 8), y, yw, m, mw, nibbles, signs, others)
             scales_out[row:end].copy_(words.view(end - row, blocks))
             torch.addcmul(z, y, s, value=-1.0, out=y)
             flat = y.view(-1)
