@@ -3,8 +3,8 @@
 Bit-equal to ``ninfer_format.numeric.grouped_mse``. Scales are searched for first; the codes then come from the same
 loop as the canonical ones, which takes any scale per group.
 
-Measured on BF16 normal weights, MB/s of source for Q4 / W8. One core with AVX-512, by lanes per step: 2^16 79 / 74, 2^17
-91 / 87, 2^18 100 / 92. One H200, copies from and to pageable memory included: 2^24 2600 / 2500.
+Measured on BF16 normal weights, MB/s of source for Q4 / W8. One core with AVX-512, by lanes per step: 2^16 79 / 74,
+2^17 91 / 87, 2^18 100 / 92. One H200, copies from and to pageable memory included: 2^24 2600 / 2500.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,8 +3,8 @@
 Bit-equal to the numpy encoder. A matrix takes two passes: ``largest_magnitude`` over all rows gives its divisors
 (``settle``), then every piece of rows is encoded on its own, in any order, and ``accepted`` judges the sum.
 
-Measured on BF16 normal weights, MB/s of source for ``max`` / ``mse``. One core with AVX-512, by lanes per step: 2^16 425 /
-80, 2^17 490 / 92, 2^18 530 / 97. One H200, copies from and to pageable memory included: 2^25 6000 / 2900.
+Measured on BF16 normal weights, MB/s of source for ``max`` / ``mse``. One core with AVX-512, by lanes per step: 2^16
+425 / 80, 2^17 490 / 92, 2^18 530 / 97. One H200, copies from and to pageable memory included: 2^25 6000 / 2900.
 """
 
 from collections.abc import Callable, Mapping, Sequence
