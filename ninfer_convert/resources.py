@@ -52,7 +52,7 @@ def read_frontend(folder: Path, *, vision: bool, problems: list[Problem], notes:
             documents[file] = document
     tokenizer, config = documents.get("tokenizer.json"), documents.get("tokenizer_config.json")
     readable = tokenizer is not None and config is not None
-    n_ids, forced = _token_ids(tokenizer, config, problems) if readable else (0, ())
+    n_ids, forced = token_ids(tokenizer, config, problems) if readable else (0, ())
     if n_ids and (generation := documents.get("generation_config.json")) is not None:
         _check_stop_ids(generation, n_ids, problems)
     _compare_templates(documents.get("chat_template.jinja"), config, notes)
@@ -123,7 +123,7 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _token_ids(tokenizer: Any, config: Any, problems: list[Problem]) -> tuple[int, tuple[int, ...]]:
+def token_ids(tokenizer: Any, config: Any, problems: list[Problem]) -> tuple[int, tuple[int, ...]]:
     """Number of addressable ids and the forced ones; (0, ()) and a problem if the files have another structure."""
     again = "use the tokenizer files of the original checkpoint"
     model = tokenizer.get("model")
