@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from time import monotonic
 
 from ninfer_convert.direct_file import BLOCK_BYTES, DirectFile
+from ninfer_convert.events import BuildObserver
 from ninfer_convert.journal import Finished, Journal
 from ninfer_convert.payload_ring import PayloadRing, RingClosed, ring_bytes
 from ninfer_convert.stored_object import StoredObject, Workspace
@@ -54,6 +55,7 @@ class Assembly:
         step_lanes: int,
         device: str,
         progress: Callable[[int], None],
+        observer: BuildObserver,
         sync_bytes: int = SYNC_BYTES,
         sync_seconds: float = SYNC_SECONDS,
     ) -> None:
@@ -67,6 +69,8 @@ class Assembly:
         self._lanes = piece_lanes, step_lanes
         self._device = device
         self._progress = progress
+        self._observer = observer
+        self._entries = {item.entry.name: item.entry for item in objects}
         self._sync = sync_bytes, sync_seconds
         self._ring = PayloadRing(ring_bytes([item.entry.n_bytes for item in objects]))
         self._pieces = self._all_pieces()
@@ -129,6 +133,7 @@ class Assembly:
         """Every piece in order; going to the next object waits for room in the ring and tells the writers."""
         for order, item in enumerate(self._objects):
             item.begin(self._ring.take(item.entry.n_bytes, self._file_offset(item)))
+            self._observer.begun(item.entry)
             self._queue.put(item)
             for number in range(len(item.pieces)):
                 yield order, item, number
@@ -209,7 +214,9 @@ class Assembly:
             if batch:
                 self._writer.sync()
                 self._journal.add(batch)
-                self.finished |= {entry.name: entry for entry in batch}
+                self.finished |= {record.name: record for record in batch}
+                for record in batch:
+                    self._observer.finished(self._entries[record.name], record)
 
     def _sync_due(self) -> bool:
         n_bytes, _ = self._sync

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ninfer_convert.assembly import SYNC_BYTES, SYNC_SECONDS, Assembly
+from ninfer_convert.events import BuildObserver
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.fingerprint import differences, fingerprint_of
 from ninfer_convert.journal import Finished, Journal, journal_of
@@ -56,13 +57,15 @@ def build(
     plan: ConversionPlan,
     *,
     progress: Callable[[int], None] = lambda n_bytes: None,
+    observer: BuildObserver | None = None,
     sync_bytes: int = SYNC_BYTES,
     sync_seconds: float = SYNC_SECONDS,
     step_lanes: int | None = None,
 ) -> BuildResult:
     """Write the artifact that ``plan`` describes to ``plan.options.out``, and its report beside it.
 
-    ``progress`` is called with payload bytes as they are written, from another thread. ``step_lanes`` values pass
+    ``progress`` is called with payload bytes as they are written, from another thread, and ``observer`` is told that and
+    every object's begin and end. ``step_lanes`` values pass
     through a worker's encoder at once. PlanError if the plan has
     problems, MissingExtraError without torch, UsageError for leftovers or devices, SourceError for values that cannot
     be stored, DiskFullError or StorageError from the file system. KeyboardInterrupt and StorageError leave a temporary
@@ -73,12 +76,13 @@ def build(
         raise UsageError("a build needs an output file")
     require_extra("torch", "convert")
     _check_device(plan.options.device)
+    watch = observer or BuildObserver()
     started = monotonic()
     with _journal(out) as journal, plan.checkpoint, plan.dflash or nullcontext():
         writer, notes = _open_writer(plan, target, out, journal)
         resumed = dict(journal.finished)
         try:
-            made = _make(plan, target, writer, journal, _Pace(progress, sync_bytes, sync_seconds, step_lanes))
+            made = _make(plan, target, writer, journal, _Pace(progress, watch, sync_bytes, sync_seconds, step_lanes))
             finished, elapsed = resumed | made, monotonic() - started
             notes = (*plan.notes, *notes)
             document = conversion_report(
@@ -126,6 +130,7 @@ def finish_published(out: Path) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Pace:
     progress: Callable[[int], None]
+    observer: BuildObserver
     sync_bytes: int
     sync_seconds: float
     step_lanes: int | None
@@ -259,7 +264,14 @@ def _make(
     pieces = max(4 * pace.step_lanes if pace.step_lanes else PIECE_LANES[options.device], steps)
     entries = zip(target.inventory.objects, target.sources, strict=True)
     todo = [(e, s) for e, s in entries if e.name not in journal.finished]
-    pace.progress(sum(e.n_bytes for e in target.inventory.objects) - sum(e.n_bytes for e, _ in todo))
+    kept = [e for e in target.inventory.objects if e.name in journal.finished]
+    pace.observer.started(sum(e.n_bytes for e in target.inventory.objects), len(target.inventory.objects), kept)
+
+    def advanced(n_bytes: int) -> None:
+        pace.progress(n_bytes)
+        pace.observer.advanced(n_bytes)
+
+    advanced(sum(entry.n_bytes for entry in kept))
     todo.sort(key=lambda pair: _source_position(plan, pair[1]))
     objects = [StoredObject(plan, entry, source, pieces) for entry, source in todo]
     assembly = Assembly(
@@ -270,7 +282,8 @@ def _make(
         piece_lanes=pieces,
         step_lanes=steps,
         device=options.device,
-        progress=pace.progress,
+        progress=advanced,
+        observer=pace.observer,
         sync_bytes=pace.sync_bytes,
         sync_seconds=pace.sync_seconds,
     )

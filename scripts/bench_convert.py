@@ -152,7 +152,7 @@ def timed(arguments: list[str]) -> dict[str, Any]:
             sys.exit(f"{' '.join(arguments)} ended with {process.returncode}")
         wall = time.perf_counter() - started
         output.seek(0)
-        document: dict[str, Any] = json.load(output)
+        document: dict[str, Any] = json.loads(output.read().splitlines()[-1])
     return document | {"wall_seconds": wall, "peak_rss_bytes": usage.ru_maxrss << 10}
 
 

@@ -30,8 +30,9 @@ def run(*arguments: object, program: str = MAIN) -> subprocess.CompletedProcess[
 
 
 def document(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The one JSON document on stdout."""
-    parsed: dict[str, Any] = json.loads(result.stdout)
+    """The one JSON document on stdout, or the last of the JSON lines."""
+    text = result.stdout if result.stdout.startswith("{\n") else result.stdout.splitlines()[-1]
+    parsed: dict[str, Any] = json.loads(text)
     return parsed
 
 
