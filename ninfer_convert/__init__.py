@@ -3,8 +3,9 @@
 Planning needs numpy only; ``build`` imports torch. Public names are loaded on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ninfer_format.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ninfer_convert.checkpoint import Checkpoint
@@ -41,14 +42,4 @@ __all__ = [
     "to_json",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)

@@ -3,8 +3,9 @@
 Needs only numpy. Public names are loaded on first use, so importing the package costs almost nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ninfer_format.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ninfer_format.codec import (
@@ -126,14 +127,4 @@ __all__ = [  # noqa: RUF022 - grouped as in the table above; a test holds it equ
     "ArtifactWriter",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy_names(__name__, _HOME)

@@ -3,8 +3,9 @@
 Importing this package starts neither torch nor CuPy; a backend is imported when an ``Engine`` is opened.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ninfer_format.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from ninfer_runtime.config import EngineConfig, SamplingParams
@@ -34,14 +35,4 @@ __all__ = [
     "TokenEvent",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)
