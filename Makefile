@@ -20,7 +20,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) PYTEST_ARGS=$(PYTEST_ARGS)"
 
-setup: $(RUN_STAMP)  ## install the three commands with the CPU backend into $(VENV)
+setup: $(RUN_STAMP)  ## install the three commands with the CPU backend into an environment
 
 setup-test: $(TEST_STAMP)  ## the same with the test tools
 
