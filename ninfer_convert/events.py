@@ -96,7 +96,7 @@ class EventLines(BuildObserver):
     def done(self, document: Mapping[str, Any]) -> None:
         """The last line of a build that did: ``document`` with its own schema."""
         with self._lock:
-            self._write(json.dumps({**document, "event": "done"}) + "\n")
+            self._write(json.dumps({"schema": document["schema"], "event": "done", **document}) + "\n")
 
     def _line(self, event: str, members: Mapping[str, Any]) -> None:
         with self._lock:
