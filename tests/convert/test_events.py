@@ -117,7 +117,7 @@ def test_what_a_finish_line_told_is_kept_by_a_resume(
     dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "x.ninfer"
-    add, told = Journal.add, []
+    add, told = Journal.add, list[str]()
 
     def fail_after_ten(journal: Journal, finished: list[Finished]) -> None:
         if len(told) >= 10:
