@@ -6,6 +6,7 @@ script's fuser must not be given the chance to contract a multiplication and an 
 """
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -157,9 +158,19 @@ def encode_block(
     return True, largest, squares, source_squares
 
 
-@cache
+_FIRST_USE = threading.Lock()
+
+
 def scripted_block() -> Callable[..., Any]:
-    """``encode_block`` under TorchScript, or as it is where that cannot be had."""
+    """``encode_block`` under TorchScript, or as it is where that cannot be had. Any thread may ask first."""
+    with _FIRST_USE:
+        return _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    # MKL loads itself on first use and has been seen to end the process when two threads do that at once.
+    torch.dot(torch.ones(2), torch.ones(2))
     script = getattr(torch.jit, "script", None)
     if script is None or sys.version_info >= (3, 14):
         return encode_block

@@ -2,16 +2,15 @@
 
 Bit-equal to the numpy encoder. Measured in ns per lane, planes and error sums included, Q4 / Q5 / W8:
 
-    EPYC 9004, 1 MiB L2, one thread, steps of 64 Ki lanes 1.7 / 1.9 / 2.0, 512 Ki 1.2 / 1.4 / 1.4, 1 Mi 1.3 / 1.5 / 1.5
-    16 cores with 2 MiB L2, steps of 128 Ki lanes: 1 thread 1.9 / 2.4 / 2.3, 16 threads 0.29 / 0.32 / 0.30;
-    of 512 Ki: 1 thread 2.9 / 3.0 / 2.7, 16 threads 0.40 / 0.42 / 0.36; plain Python: 16 threads 1.8 / 1.9 / 1.3
+    EPYC 9004, 1 MiB L2, one thread: steps of 128 Ki 1.7 / 1.7 / 1.6, 256 Ki 1.4 / 1.5 / 1.8, 512 Ki 1.2 / 1.4 / 1.4
+    the same in a whole build with two workers: 128 Ki 1.36, 256 Ki 1.23, 512 Ki 1.31
+    16 cores, 2 MiB L2, 256 Ki: one thread 2.2 / 2.5 / 2.1, 16 threads 0.37 / 0.36 / 0.32 (plain Python 2.6)
 
-So a step either fits the second-level cache (10 bytes per lane) or is large; the operations of a step cost about 40 us
-to start. Threads with one torch thread each beat torch's own, which stall when other processes want the cores.
+Smaller steps spend their time on starting operations (40 us a step), larger ones on the shared cache. Threads with one
+torch thread each beat torch's own, which stall when other processes want the cores.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,23 +27,10 @@ from ninfer_format.geometry import up
 Rows = NDArray[np.uint16] | NDArray[np.float32]
 """A matrix [n, K] of BF16 words (uint16) or float32 values."""
 
-STEP_LANES = 1 << 19
-L2_STEP_LANES = 1 << 17
-PIECE_LANES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 21, "cuda": 1 << 24})
-"""Lanes per call of an encoder, by device: the fixed cost of a call is Python's, and the interpreter lock is shared."""
-_L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-_L2_ENOUGH_KIB = 1536
-
-
-def step_lanes(device: str) -> int:
-    """Lanes (padding included) that pass through the scratch at once on ``device``; see the measurement above."""
-    if device != "cpu":
-        return PIECE_LANES[device]
-    try:
-        size = _L2_SIZE.read_text().strip()
-        return L2_STEP_LANES if int(size.removesuffix("K")) >= _L2_ENOUGH_KIB else STEP_LANES
-    except (OSError, ValueError):
-        return STEP_LANES
+STEP_LANES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 18, "cuda": 1 << 24})
+"""Lanes (padding included) that pass through the scratch at once, by device; see the measurement above."""
+PIECE_LANES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 20, "cuda": 1 << 24})
+"""Lanes per call of an encoder: the fixed cost of a call is Python's, and the interpreter lock is shared."""
 
 
 class ErrorSums(NamedTuple):
@@ -181,7 +167,7 @@ def plane_rows(payload: NDArray[np.uint8], planes: RowSplitPlanes, begin: int, e
 
 
 def encode_matrix(
-    values: Rows, format: str, *, device: str = "cpu", lanes: int = STEP_LANES
+    values: Rows, format: str, *, device: str = "cpu", lanes: int = STEP_LANES["cpu"]
 ) -> tuple[bytes, ErrorSums]:
     """Row-split payload and error of a whole matrix [N, K], ``lanes`` lanes at a time.
 
