@@ -238,6 +238,7 @@ def test_infinite_errors_are_null_in_json(tmp_path: Path) -> None:
 
 def test_exit_codes(artifact: Path, tmp_path: Path) -> None:
     old, other = GOLDEN / "tiny_v1.ninfer", GOLDEN / "tiny_v2.ninfer"
-    cases = {(artifact, tmp_path / "none"): 2, (old, artifact): 4, (artifact, ROOT / "README.md"): 1, (artifact, other): 1}
+    none, text = tmp_path / "none", ROOT / "README.md"
+    cases = {(artifact, none): 2, (old, artifact): 4, (artifact, text): 1, (artifact, other): 1}
     for arguments, code in cases.items():
         assert run(*arguments).returncode == code, arguments

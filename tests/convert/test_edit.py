@@ -291,7 +291,7 @@ def test_template_of_a_published_identity_is_noted_and_keeps_the_name(tmp_path: 
 
 
 def test_output_in_the_way_is_refused_and_force_may_replace_the_input_itself(artifact: Path, tmp_path: Path) -> None:
-    mine = shutil.copy(artifact, tmp_path / "mine.ninfer")
+    mine = Path(shutil.copy(artifact, tmp_path / "mine.ninfer"))
     (tmp_path / "link.ninfer").symlink_to("mine.ninfer")
     for out in (mine, tmp_path / "link.ninfer"):
         with pytest.raises(UsageError):
