@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_payload(format: str, fresh_seed: int) -> None:
     assert sums.figures.largest == pytest.approx(np.abs(errors).max(), rel=1e-5)
     assert sums.weighted == pytest.approx(sums.figures.squares, rel=1e-5)
     assert sums.weighted_canonical == pytest.approx(canonical.squares, rel=1e-5)
-    assert sums.removed == pytest.approx(SHARE_OF_NORMAL[format], abs=0.03)
+    assert sums.removed == pytest.approx(SHARE_OF_NORMAL[format], abs=0.04)
 
 
 def test_figures_of_pieces_add_up(fresh_seed: int) -> None:

@@ -17,8 +17,8 @@ from ninfer_format.numeric.least_squares import sum_of_squares
 
 Floats = NDArray[np.float32]
 FORMATS = ("Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S")
-SHARE_OF_NORMAL = {"Q4G64_F16S": 0.22, "Q5G64_F16S": 0.13, "Q6G64_F16S": 0.11, "W8G32_F16S": 0.12}
-"""Share of the canonical encoder's squared error that the search removes from normal weights, to 0.03."""
+SHARE_OF_NORMAL = {"Q4G64_F16S": 0.225, "Q5G64_F16S": 0.14, "Q6G64_F16S": 0.12, "W8G32_F16S": 0.14}
+"""Share of the canonical encoder's squared error that the search removes from normal weights, to 0.04."""
 
 
 def by_group(matrix: NDArray[Any], fmt: NumericFormat) -> NDArray[Any]:
@@ -71,7 +71,7 @@ def test_search_removes_a_stated_share_of_the_error_of_normal_weights(format: st
     values = np.random.default_rng(fresh_seed).standard_normal((256, 512), np.float32)
     words = quantize_groups(values, fmt), quantize_groups_mse(values, fmt)
     canonical, searched = (group_errors(values, w, fmt, None).sum() for w in words)
-    assert 1 - searched / canonical == pytest.approx(SHARE_OF_NORMAL[format], abs=0.03)
+    assert 1 - searched / canonical == pytest.approx(SHARE_OF_NORMAL[format], abs=0.04)
 
 
 @pytest.mark.parametrize("format", FORMATS)
