@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ninfer_convert.problems import Problem, some_names
 from ninfer_convert.sources.bf16 import DIRECT_DTYPES
+from ninfer_convert.sources.groups import weight_name
 from ninfer_convert.sources.logical import PLAIN, LogicalCheckpoint, LogicalTensor
 
 # Buffers that older libraries saved; they hold nothing that is not computed from the config.
@@ -66,7 +67,7 @@ def check_absent(
     """Shard files that are not there: a problem each if they hold something ``needed`` (None: everything is)."""
     wanted = None if needed is None else set(needed)
     for file, names in checkpoint.absent.items():
-        lost = [name for name in names if wanted is None or name in wanted]
+        lost = [name for name in names if wanted is None or name in wanted or weight_name(name) in wanted]
         if not lost and names:
             notes.append(f"{file} is not there; nothing that is converted lies in it ({len(names)} tensors)")
             continue
@@ -138,7 +139,8 @@ def _check_dtypes(used: Iterable[LogicalTensor], bf16_only: bool, problems: list
         advice = "convert it without --identity" if plain else "use the original BF16 checkpoint"
         problems.append(Problem("wrong-dtype", f"dtype {dtype}, expected {wanted}{_count(names)}", pattern, advice))
     for kind, names in dequantized.items():
-        notes.append(f"{len(names)} tensors are stored as {kind} and dequantized: {some_names(names, 1)}")
+        how = "dequantized to float32, which only objects of BF16 or FP32 round to BF16"
+        notes.append(f"{len(names)} tensors are stored as {kind} and {how}: {some_names(names, 1)}")
     for dtype, names in rounded.items():
         notes.append(f"{len(names)} {dtype} tensors are rounded to BF16, nearest, ties to even: {some_names(names, 1)}")
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ninfer_convert.checkpoint import Checkpoint
 from ninfer_convert.problems import some_names
+from ninfer_convert.sources.fp8 import Fp8Adapter
 from ninfer_convert.sources.groups import KV_SCALES, StoredGroup, stored_groups
 from ninfer_convert.sources.logical import Fault, LogicalCheckpoint, LogicalTensor, plain_tensor
 from ninfer_convert.sources.markers import marker_kind
@@ -43,7 +44,7 @@ class Plain:
         return plain_tensor(files, group.weight)
 
 
-ADAPTERS: tuple[Adapter, ...] = (Nvfp4Adapter(COMPRESSED_TENSORS), Nvfp4Adapter(MODELOPT), Plain())
+ADAPTERS: tuple[Adapter, ...] = (Nvfp4Adapter(COMPRESSED_TENSORS), Nvfp4Adapter(MODELOPT), Fp8Adapter(), Plain())
 """The first that takes a group presents it."""
 
 

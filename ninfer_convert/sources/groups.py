@@ -11,11 +11,12 @@ BANK = ""
 """Part name of an expert bank, whose tensor has no ``.weight`` ending."""
 MARKER_PARTS = (
     ".weight_scale_inv", ".weight_packed", ".weight_global_scale", ".weight_scale_2", ".weight_scale",
-    ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".input_global_scale", ".input_scale",
+    ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".input_global_scale", ".input_scale", ".input_scale_ub",
+    ".activation_scale",
     ".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format",
     ".weight.quant_map", ".weight.nested_quant_map", ".weight.absmax", ".weight.nested_absmax",
     ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4",
-    "_scale_inv", "_packed", "_blocks", "_scales",
+    "_activation_scale", "_scale_inv", "_packed", "_blocks", "_scales",
 )  # fmt: skip
 """Endings that say how the tensor without them is stored; the first that fits counts."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", ".output_scale")
@@ -52,6 +53,15 @@ def _split(name: str) -> tuple[str, str] | None:
         if name.endswith(part) and len(name) > len(part):
             return name.removesuffix(part), part
     return None
+
+
+def weight_name(name: str) -> str:
+    """What a plain checkpoint calls the tensor that the stored tensor ``name`` is a part of; itself if it is plain."""
+    split = _split(name)
+    if split is None:
+        return name
+    stem, part = split
+    return stem if part.startswith("_") else stem + WEIGHT
 
 
 def stored_groups(tensors: Mapping[str, TensorRef], unavailable: Iterable[str]) -> Iterator[StoredGroup]:

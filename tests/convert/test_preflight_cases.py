@@ -144,9 +144,8 @@ def test_many_missing_tensors_of_one_kind_are_one_line(tiny: TinyCheckpoint, pla
 
 @pytest.mark.parametrize(
     ("suffix", "kind"),
-    [(".weight_scale_inv", "block-scaled FP8"), (".weight_packed", "compressed-tensors"),
-     (".qzeros", "GPTQ"), (".qweight", "GPTQ")],
-)  # fmt: skip
+    [(".weight_packed", "compressed-tensors"), (".qzeros", "GPTQ"), (".qweight", "GPTQ")],
+)
 def test_quantized_source_is_one_sentence(dense: TinyCheckpoint, plan_of: PlanOf, suffix: str, kind: str) -> None:
     for layer in range(4):
         stem = f"model.language_model.layers.{layer}.mlp.down_proj"

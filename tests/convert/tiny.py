@@ -23,7 +23,11 @@ N_IDS = 330
 """Addressable ids; the last 30 are added tokens, of which the last 7 are only in tokenizer_config.json."""
 N_BASE_IDS = 300
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-_DTYPES = {"uint16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "uint8": "U8", "int8": "I8"}
+_DTYPES = {
+    "uint16": "BF16", "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
+    "uint8": "U8", "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
 
 
 def text_config(*, moe: bool) -> dict[str, Any]:
