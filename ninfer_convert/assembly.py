@@ -15,7 +15,8 @@ from ninfer_convert.direct_file import BLOCK_BYTES, DirectFile
 from ninfer_convert.events import BuildObserver
 from ninfer_convert.journal import Finished, Journal
 from ninfer_convert.payload_ring import PayloadRing, RingClosed, ring_bytes
-from ninfer_convert.stored_object import StoredObject, Workspace
+from ninfer_convert.stored_object import StoredObject
+from ninfer_convert.workspace import Lanes, Workspace
 from ninfer_format.writer import ArtifactWriter
 
 WRITE_BYTES = 4 << 20
@@ -51,8 +52,7 @@ class Assembly:
         journal: Journal,
         *,
         n_workers: int,
-        piece_lanes: int,
-        step_lanes: int,
+        lanes: Lanes,
         device: str,
         progress: Callable[[int], None],
         observer: BuildObserver,
@@ -66,7 +66,7 @@ class Assembly:
         # A worker makes about 0.6 GB/s; a writer hashes and writes 1 GB/s, and one hashes while another waits.
         self._n_writers = max(2, n_workers // 2)
         self._file = DirectFile(writer)
-        self._lanes = piece_lanes, step_lanes
+        self._lanes = lanes
         self._device = device
         self._progress = progress
         self._observer = observer
@@ -135,7 +135,7 @@ class Assembly:
             item.begin(self._ring.take(item.entry.n_bytes, self._file_offset(item)))
             self._observer.begun(item.entry)
             self._queue.put(item)
-            for number in range(len(item.pieces)):
+            for number in range(item.n_pieces):
                 yield order, item, number
         self._end_queue()
 
@@ -154,17 +154,30 @@ class Assembly:
         from ninfer_convert.quantize.torch_threads import one_thread_here
 
         one_thread_here()
-        space = Workspace(*self._lanes, self._device)
+        space = Workspace(self._lanes, self._device)
         while (piece := self._next_piece()) is not None:
             order, item, number = piece
+            with self._advanced:
+                while not item.may_start(number) and not self._stop.is_set():
+                    self._advanced.wait()
+            if self._stop.is_set():
+                return
             try:
-                sums = item.encode_piece(number, space)
+                self._do(item, number, space)
             except BaseException as error:
                 self._failures.add(error, (order, number))
                 self._halt()
                 return
+
+    def _do(self, item: StoredObject, number: int, space: Workspace) -> None:
+        result = item.work(number, space)
+        with self._advanced:
+            round_is_over = item.finish_piece(number, result)
+            self._advanced.notify_all()
+        if round_is_over:
+            item.close_round(space)
             with self._advanced:
-                item.finish_piece(number, sums)
+                item.end_round()
                 self._advanced.notify_all()
 
     def _write(self) -> None:

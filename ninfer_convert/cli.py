@@ -33,10 +33,21 @@ IdentityText = Annotated[
     typer.Option("--identity", metavar="M/W", help="Published identity that the output must be, or a custom one."),
 ]
 Recipe = Annotated[
-    str | None, typer.Option(metavar="NAME", help="groupwise-int (default), bf16, w8, or a TOML file of a mixed one.")
+    str | None,
+    typer.Option(metavar="NAME", help="groupwise-int (default), bf16, w8, nvfp4, or a TOML file of a mixed one."),
 ]
 ModelId = Annotated[str | None, typer.Option("--model-id", metavar="ID", help="Model id of a custom artifact.")]
 Dflash = Annotated[Path | None, typer.Option("--dflash", metavar="DIR", help="Folder of the DFlash companion.")]
+Base = Annotated[
+    Path | None, typer.Option("--base", metavar="DIR", help="BF16 checkpoint beside a SOURCE stored as NVFP4.")
+]
+MethodName = Annotated[
+    Literal["max", "mse", "canonical"],
+    typer.Option("--method", help="Scales from largest magnitudes (max, canonical), or searched for (mse)."),
+]
+Stats = Annotated[
+    Path | None, typer.Option("--activation-stats", metavar="FILE", help="What `ninfer-run calibrate` wrote.")
+]
 Ranking = Annotated[
     Path | None,
     typer.Option("--ranking", metavar="FILE", help="Token counts, or a .ninfer file whose draft head ids to take."),
@@ -45,6 +56,9 @@ NoMtp = Annotated[bool, typer.Option("--no-mtp", help="Leave the MTP draft layer
 NoVision = Annotated[bool, typer.Option("--no-vision", help="Leave image and video input out.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to quantize; the bytes are the same.")]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=0, help="Worker threads; 0 = one per CPU.")]
+Values = Annotated[
+    bool, typer.Option("--values", help="Also compare what NVFP4 folder and base both hold, and their global scales.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 JsonLines = Annotated[
     bool, typer.Option("--json", help="Print events as JSON lines; the last is the result, with --quiet the only one.")
@@ -96,23 +110,42 @@ def plan(
     identity: IdentityText = None,
     recipe: Recipe = None,
     model_id: ModelId = None,
+    base: Base = None,
     dflash: Dflash = None,
     ranking: Ranking = None,
+    method: MethodName = "max",
+    activation_stats: Stats = None,
     no_mtp: NoMtp = False,
     no_vision: NoVision = False,
     device: Device = "cpu",
     jobs: Jobs = 0,
+    values: Values = False,
     as_json: Json = False,
 ) -> int:
     """Show what a build would write and need, and every problem at once; reads headers only."""
     from ninfer_convert.commands.problem_codes import problem_code
     from ninfer_convert.plan import make_plan
     from ninfer_convert.plan_view import render, to_json
+    from ninfer_convert.source_values import with_values
 
     options = _options(
-        source, identity, recipe, model_id, dflash, ranking, device, jobs, no_mtp=no_mtp, no_vision=no_vision
+        source,
+        identity,
+        recipe,
+        model_id,
+        dflash,
+        ranking,
+        device,
+        jobs,
+        base=base,
+        method=method,
+        activation_stats=activation_stats,
+        no_mtp=no_mtp,
+        no_vision=no_vision,
     )
     planned = make_plan(options)
+    if values and not planned.problems and planned.target is not None:
+        planned = with_values(planned)
     if as_json:
         _print_json(to_json(planned))
     else:
@@ -130,8 +163,11 @@ def build(
     identity: IdentityText = None,
     recipe: Recipe = None,
     model_id: ModelId = None,
+    base: Base = None,
     dflash: Dflash = None,
     ranking: Ranking = None,
+    method: MethodName = "max",
+    activation_stats: Stats = None,
     no_mtp: NoMtp = False,
     no_vision: NoVision = False,
     device: Device = "cpu",
@@ -154,6 +190,9 @@ def build(
         device,
         jobs,
         out=out,
+        base=base,
+        method=method,
+        activation_stats=activation_stats,
         no_mtp=no_mtp,
         no_vision=no_vision,
         resume=resume,

@@ -59,7 +59,7 @@ def config_differences(identity: Identity, config: Mapping[str, Any]) -> tuple[P
         "text_config.rope_parameters.": {k: text["rope_parameters"][k] for k in (_ROPE_MOE if moe else _ROPE_DENSE)},
         "vision_config.": {key: vision[key] for key in (_VISION_MOE if moe else _VISION_DENSE)},
     }
-    return tuple(_problems(identity, "config.json", config, expected))
+    return tuple(differences(identity, "config.json", config, expected))
 
 
 def dflash_differences(identity: Identity, config: Mapping[str, Any]) -> tuple[Problem, ...]:
@@ -72,12 +72,13 @@ def dflash_differences(identity: Identity, config: Mapping[str, Any]) -> tuple[P
         "rope_parameters.": published["rope_parameters"],
         "dflash_config.": published["dflash_config"],
     }
-    return tuple(_problems(identity, "DFlash config.json", config, expected))
+    return tuple(differences(identity, "DFlash config.json", config, expected))
 
 
-def _problems(
+def differences(
     identity: Identity, where: str, config: Mapping[str, Any], expected: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Problem]:
+    """One problem per member of ``config`` that is not as in ``expected``: path prefix (``a.b.``) → member → value."""
     for prefix, members in expected.items():
         section: Any = config
         for key in prefix.split(".")[:-1]:

@@ -8,6 +8,12 @@ from typing import Any
 from ninfer_convert.plan import ConversionPlan
 from ninfer_convert.sources.logical import LogicalCheckpoint
 
+_PARTS = (
+    ("source", "source file"),
+    ("prepacked", "NVFP4 file"),
+    ("dflash", "DFlash file"),
+    ("resources", "resource"),
+)
 _SHARD_MEMBERS = {"bytes": "size", "mtime_ns": "modification time", "header_sha256": "header"}
 
 
@@ -36,11 +42,14 @@ def fingerprint_of(plan: ConversionPlan) -> dict[str, Any]:
             "no_vision": options.no_vision,
             "dflash": plan.dflash is not None,
             "ranking_sha256": target.ranking.sha256 if target.ranking else None,
+            "method": target.coding.method,
+            "activation_stats_sha256": target.coding.stats_sha256,
             "draft_ids_sha256": None if ids is None else hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest(),
         },
         "directory_sha256": target.inventory.directory_sha256,
         "resources": resources,
         "source": _shards(plan.checkpoint),
+        "prepacked": _shards(plan.prepacked) if plan.prepacked is not None else {},
         "dflash": _shards(plan.dflash) if plan.dflash is not None else {},
     }
 
@@ -66,7 +75,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for name, value in now["options"].items():
         if options.get(name) != value:
             yield f"{name} was {options.get(name)}, is now {value}"
-    for part, what in (("source", "source file"), ("dflash", "DFlash file"), ("resources", "resource")):
+    for part, what in _PARTS:
         yield from _files(what, _mapping(before.get(part)), now[part])
     if before.get("directory_sha256") != now["directory_sha256"]:
         yield "the planned objects are others"

@@ -1,7 +1,7 @@
 """Which identity an output gets: a published contract only if nothing stands against it, otherwise a custom one."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ninfer_format import Identity
 from ninfer_format.published import PUBLISHED, TOKENIZER_IDS
 from ninfer_format.recipes import RECIPE_NAMES
 
-BUILDABLE_RECIPES = ("groupwise-int", "bf16", "w8")
+BUILDABLE_RECIPES = ("groupwise-int", "bf16", "w8", "nvfp4")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _CUSTOM = "drop --identity to convert it as a custom artifact"
 
@@ -29,6 +29,8 @@ class Wishes:
     model_id: str | None
     no_mtp: bool
     no_vision: bool
+    searched_scales: bool = False
+    """Method mse, which no published artifact is made with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class Evidence:
     """None without a DFlash companion."""
     frontend: Frontend
     all_bf16: bool
+    stores_nvfp4: bool
+    """Decoder matrices of the source are stored as NVFP4."""
+    nvfp4_obstacles: Callable[[Identity], Iterable[Problem]]
+    """What keeps the sources from giving a published NVFP4 identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +66,19 @@ def choose_identity(wishes: Wishes, evidence: Evidence, problems: list[Problem],
     if wanted in PUBLISHED and wanted is not None:
         problems += obstacles(wanted, wishes, evidence)
         return Choice(wanted, True, wanted.weights_id)
-    recipe = _recipe(wishes, problems)
+    recipe = _recipe(wishes, evidence, problems, notes)
     if wanted is None and wishes.model_id is None and (inferred := _inferred(wishes, evidence, recipe, notes)):
         notes.append(f"identity {inferred}: the frontend files and config.json are the published ones")
         return Choice(inferred, True, recipe)
     return Choice(_custom(wishes, evidence, recipe, problems, notes), False, recipe)
 
 
-def _recipe(wishes: Wishes, problems: list[Problem]) -> str:
+def _recipe(wishes: Wishes, evidence: Evidence, problems: list[Problem], notes: list[str]) -> str:
     asked = wishes.identity.weights_id if wishes.identity is not None else None
     mixed = isinstance(wishes.recipe, RecipeFile)
-    recipe = str(wishes.recipe or asked or BUILDABLE_RECIPES[0])
+    recipe = str(wishes.recipe or asked or ("nvfp4" if evidence.stores_nvfp4 else BUILDABLE_RECIPES[0]))
+    if evidence.stores_nvfp4 and not (wishes.recipe or asked):
+        notes.append("recipe nvfp4: decoder matrices of the source are stored so; --recipe chooses another")
     if recipe not in BUILDABLE_RECIPES and not mixed:
         known = "is not in this release" if recipe in RECIPE_NAMES else "is unknown"
         message = f"recipe {recipe!r} {known}; it builds {', '.join(BUILDABLE_RECIPES)}"
@@ -124,8 +132,8 @@ def obstacles(identity: Identity, wishes: Wishes, evidence: Evidence) -> Iterato
     def refused(message: str, where: str = "--identity", advice: str = _CUSTOM) -> Problem:
         return Problem("identity-refused", message, where, advice)
 
-    if identity.weights_id not in BUILDABLE_RECIPES:
-        yield refused(f"{identity} is made from a prepacked source, which is not in this release")
+    if identity.weights_id == "nvfp4":
+        yield from evidence.nvfp4_obstacles(identity)
     if wishes.recipe not in (None, identity.weights_id):
         yield refused(f"{identity} has the recipe {identity.weights_id!r}, not '{wishes.recipe}'", "--recipe")
     if wishes.model_id not in (None, identity.model_id):
@@ -134,6 +142,8 @@ def obstacles(identity: Identity, wishes: Wishes, evidence: Evidence) -> Iterato
         yield refused(f"{identity} has the MTP draft layer; --no-mtp gives a custom artifact", "--no-mtp")
     if wishes.no_vision:
         yield refused(f"{identity} has the vision tower; --no-vision gives a custom artifact", "--no-vision")
+    if wishes.searched_scales:
+        yield refused(f"{identity} has canonical scales; --method mse gives a custom artifact", "--method")
     yield from config_differences(identity, evidence.config)
     moe = identity.model_id == "qwen3.6-35b-a3b"
     if moe and evidence.dflash_config is None:

@@ -22,13 +22,14 @@ from ninfer_convert.journal import Finished, Journal, journal_of
 from ninfer_convert.memory import worker_count
 from ninfer_convert.output import temporary_of
 from ninfer_convert.plan import ConversionPlan, Target
+from ninfer_convert.problems import PlanError
 from ninfer_convert.report import conversion_report, dump_report, report_of
+from ninfer_convert.source_values import check_values
 from ninfer_convert.stored_object import StoredObject
+from ninfer_convert.workspace import lanes_for
 from ninfer_format import SourceError, UsageError
 from ninfer_format.command import require_extra
 from ninfer_format.errors import DiskFullError, EncodeError
-from ninfer_format.formats import ROW_SPLIT_COLUMNS
-from ninfer_format.geometry import up
 from ninfer_format.prefix import prefix_bytes
 from ninfer_format.writer import ArtifactWriter, storage_error, sync_folder
 
@@ -64,12 +65,12 @@ def build(
 ) -> BuildResult:
     """Write the artifact that ``plan`` describes to ``plan.options.out``, and its report beside it.
 
-    ``progress`` is called with payload bytes as they are written, from another thread, and ``observer`` is told that and
-    every object's begin and end. ``step_lanes`` values pass
-    through a worker's encoder at once. PlanError if the plan has
-    problems, MissingExtraError without torch, UsageError for leftovers or devices, SourceError for values that cannot
-    be stored, DiskFullError or StorageError from the file system. KeyboardInterrupt and StorageError leave a temporary
-    and a journal that a plan with ``resume`` continues; every other error leaves nothing.
+    ``progress`` is called with payload bytes as they are written, from another thread, and ``observer`` is told that
+    and every object's begin and end. ``step_lanes`` values pass through a worker's encoder at once. PlanError if the
+    plan has problems or ``check_values`` finds some, MissingExtraError without torch, UsageError for leftovers or
+    devices, SourceError for values that cannot be stored, DiskFullError or StorageError from the file system.
+    KeyboardInterrupt and StorageError leave a temporary and a journal that a plan with ``resume`` continues; every
+    other error leaves nothing.
     """
     target, out = plan.require(), plan.options.out
     if out is None:
@@ -78,13 +79,16 @@ def build(
     _check_device(plan.options.device)
     watch = observer or BuildObserver()
     started = monotonic()
-    with _journal(out) as journal, plan.checkpoint, plan.dflash or nullcontext():
+    with _journal(out) as journal, plan.checkpoint, plan.prepacked or nullcontext(), plan.dflash or nullcontext():
+        problems, found = check_values(plan)
+        if problems:
+            raise PlanError(problems)
         writer, notes = _open_writer(plan, target, out, journal)
         resumed = dict(journal.finished)
         try:
             made = _make(plan, target, writer, journal, _Pace(progress, watch, sync_bytes, sync_seconds, step_lanes))
             finished, elapsed = resumed | made, monotonic() - started
-            notes = (*plan.notes, *notes)
+            notes = (*plan.notes, *found, *notes)
             document = conversion_report(
                 plan,
                 finished,
@@ -256,12 +260,10 @@ def _make(
     plan: ConversionPlan, target: Target, writer: ArtifactWriter, journal: Journal, pace: _Pace
 ) -> dict[str, Finished]:
     """Make every object that the journal does not have yet; what was made, durable and journaled."""
-    from ninfer_convert.quantize.groupwise import PIECE_LANES, step_lanes
     from ninfer_convert.quantize.torch_threads import threads_restored
 
     options, widest = plan.options, max((s.row_width for s in target.sources), default=0)
-    steps = max(pace.step_lanes or step_lanes(options.device), up(widest, ROW_SPLIT_COLUMNS))
-    pieces = max(4 * pace.step_lanes if pace.step_lanes else PIECE_LANES[options.device], steps)
+    lanes = lanes_for(options.device, widest, pace.step_lanes)
     entries = zip(target.inventory.objects, target.sources, strict=True)
     todo = [(e, s) for e, s in entries if e.name not in journal.finished]
     kept = [e for e in target.inventory.objects if e.name in journal.finished]
@@ -273,14 +275,13 @@ def _make(
 
     advanced(sum(entry.n_bytes for entry in kept))
     todo.sort(key=lambda pair: _source_position(plan, pair[1]))
-    objects = [StoredObject(plan, entry, source, pieces) for entry, source in todo]
+    objects = [StoredObject(plan, entry, source, lanes.piece) for entry, source in todo]
     assembly = Assembly(
         objects,
         writer,
         journal,
         n_workers=worker_count(options.jobs),
-        piece_lanes=pieces,
-        step_lanes=steps,
+        lanes=lanes,
         device=options.device,
         progress=advanced,
         observer=pace.observer,

@@ -5,29 +5,29 @@ embedding). It collects every problem instead of stopping at the first. Specific
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ninfer_convert.allocation import follow_allocation
+from ninfer_convert.build_options import BuildOptions
+from ninfer_convert.coding import Coding, read_coding, stats_problems
 from ninfer_convert.draft_head import Ranking, draft_ids, load_ranking, no_ranking
 from ninfer_convert.families import ObjectSource
-from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_faults, check_sources
-from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources, spelling
+from ninfer_convert.families.checks import check_absent
 from ninfer_convert.families.sections import ModelSections, read_sections
-from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, Evidence, Wishes, choose_identity, config_differs
-from ninfer_convert.locate import Location, locate
+from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, Evidence, Wishes, choose_identity
 from ninfer_convert.memory import peak_memory
 from ninfer_convert.output import SIDE_FILES_BYTES, check_output, check_space
+from ninfer_convert.plan_sources import PlanSources, open_sources
 from ninfer_convert.problems import PlanError, Problem
 from ninfer_convert.recipe_file import RecipeFile, resolve
 from ninfer_convert.resources import Frontend, read_frontend
-from ninfer_convert.sources.adapters import open_checkpoint
-from ninfer_convert.sources.logical import LogicalCheckpoint, LogicalTensor
-from ninfer_convert.sources.markers import plain_despite_config
-from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError, SourceError
+from ninfer_convert.source_check import check_beside, check_tensors
+from ninfer_convert.sources.logical import LogicalCheckpoint
+from ninfer_format import Identity, Inventory, InventoryError, ModelConfig, NinferError
 from ninfer_format.inventory import plan_inventory
 from ninfer_format.model_config import published_config
 from ninfer_format.model_geometry import draft_head_rows, inspect_config
@@ -35,30 +35,6 @@ from ninfer_format.published import CONFIG_RESOURCE, published
 from ninfer_format.recipes import recipe_for
 
 __all__ = ["BuildOptions", "ConversionPlan", "PlanError", "Problem", "Target", "make_plan", "peak_memory"]
-
-_COMPARE_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """What the user asked for; ``plan`` and ``build`` take the same options."""
-
-    source: Path
-    """Checkpoint folder, or a Hub name (``org/name`` or ``org/name@revision``) that is in the local cache."""
-    out: Path | None = None
-    identity: Identity | None = None
-    recipe: str | RecipeFile | None = None
-    """Name of a built-in recipe, or a mixed one from a file."""
-    model_id: str | None = None
-    dflash: Path | None = None
-    ranking: Path | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    no_mtp: bool = False
-    no_vision: bool = False
-    resume: bool = False
-    force: bool = False
-    jobs: int = 0
-    """Worker threads; 0 = one per usable CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +54,10 @@ class Target:
     """[draft head rows]; None only in a plan with problems."""
     ranking: Ranking | None
     """What ordered ``draft_ids``."""
+    coding: Coding
+    """How values become codes."""
+    twins: Mapping[str, ObjectSource]
+    """Where the prepacked folder holds the rows of decoder matrices that come from the base, by object name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +66,9 @@ class ConversionPlan:
 
     options: BuildOptions
     checkpoint: LogicalCheckpoint
+    """The model's own: the base where there is one, otherwise the source."""
+    prepacked: LogicalCheckpoint | None
+    """The source, where there is a base."""
     dflash: LogicalCheckpoint | None
     target: Target | None
     """None when the config is so wrong that nothing could be planned; ``problems`` says why."""
@@ -109,23 +92,10 @@ class ConversionPlan:
 
     def checkpoint_of(self, source: ObjectSource) -> LogicalCheckpoint:
         """The checkpoint that holds the tensors of ``source``."""
-        if source.origin == "base":
-            return self.checkpoint
-        if self.dflash is None:
-            raise ValueError(f"object {source.name!r} needs the DFlash companion, which the plan lacks")
-        return self.dflash
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """What was read, and the findings so far."""
-
-    options: BuildOptions
-    location: Location
-    checkpoint: LogicalCheckpoint
-    dflash: LogicalCheckpoint | None
-    problems: list[Problem]
-    notes: list[str]
+        holder = {"base": self.checkpoint, "packed": self.prepacked, "dflash": self.dflash}[source.origin]
+        if holder is None:
+            raise ValueError(f"object {source.name!r} needs the {source.origin} folder, which the plan lacks")
+        return holder
 
 
 def make_plan(options: BuildOptions) -> ConversionPlan:
@@ -133,30 +103,21 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
 
     UsageError or SourceError if there is no such folder; everything else that is wrong is in ``problems``.
     """
-    location = locate(options.source)
-    dflash = open_checkpoint(locate(options.dflash).folder) if options.dflash is not None else None
-    read = _Sources(options, location, open_checkpoint(location.folder), dflash, [], [])
-    read.problems.extend(read.checkpoint.problems)
-    read.notes.extend(read.checkpoint.notes)
-    for checkpoint in (read.checkpoint, *([dflash] if dflash else [])):
-        if checkpoint.ignored:
-            read.notes.append(f"ignored, not named by the index: {', '.join(checkpoint.ignored)}")
-    if dflash is not None:
-        read.problems.extend(Problem(p.code, p.message, f"DFlash {p.where}", p.advice) for p in dflash.problems)
+    read = open_sources(options)
     target, frontend = _plan_target(read)
     if target is None:
         check_absent(read.checkpoint, None, (), read.problems, read.notes)
     output = target.inventory.file_bytes if target else 0
     disk = output + SIDE_FILES_BYTES if target else 0
     if options.out is not None:
-        folders = [c.folder for c in (read.checkpoint, dflash) if c is not None]
-        check_output(options.out, folders, force=options.force, problems=read.problems)
+        check_output(options.out, read.folders, force=options.force, problems=read.problems)
         check_space(options.out, disk, read.problems)
     memory = peak_memory(target.inventory, options.jobs, options.device) if target else 0
     return ConversionPlan(
         options,
         read.checkpoint,
-        dflash,
+        read.prepacked,
+        read.dflash,
         target,
         tuple(dict.fromkeys(read.problems)),
         tuple(read.notes),
@@ -167,7 +128,7 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
     )
 
 
-def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
+def _plan_target(read: PlanSources) -> tuple[Target | None, Frontend]:
     options, config = read.options, read.checkpoint.config
     sections = None
     if config is not None:
@@ -175,34 +136,47 @@ def _plan_target(read: _Sources) -> tuple[Target | None, Frontend]:
             config, no_mtp=options.no_mtp, no_vision=options.no_vision, problems=read.problems, notes=read.notes
         )
     vision = not options.no_vision and (sections is None or sections.vision_config is not None)
-    frontend = read_frontend(read.location.folder, vision=vision, problems=read.problems, notes=read.notes)
+    frontend = read_frontend(read.folder, vision=vision, problems=read.problems, notes=read.notes)
     if sections is None or config is None or (read.dflash is not None and read.dflash.config is None):
         return None, frontend
     evidence = Evidence(
-        read.location.name,
+        read.name,
         sections,
         config,
         read.dflash.config if read.dflash is not None else None,
         frontend,
         all(ref.dtype == "BF16" for ref in read.checkpoint.tensors.values()),
+        read.stores_nvfp4,
+        read.published_obstacles,
     )
-    wishes = Wishes(options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision)
+    wishes = Wishes(
+        options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision, options.method == "mse"
+    )
     choice = choose_identity(wishes, evidence, read.problems, read.notes)
     if choice.recipe not in BUILDABLE_RECIPES and not isinstance(options.recipe, RecipeFile):
         return None, frontend
+    check_beside(read, choice)
     planned = _published(choice, frontend) if choice.published else _custom(choice, evidence, read)
     if planned is None:
         return None, frontend
     model, inventory, resources = planned
-    stored = read.checkpoint.tensors.keys() | read.checkpoint.unavailable
-    names = spelling(stored, tied=sections.tied and not choice.published)
-    source_map = object_sources(model, inventory, stored, names)
-    if choice.published and config_differs(read.problems):
-        check_absent(read.checkpoint, None, (), read.problems, read.notes)
-    elif read.checkpoint.has_weights:
-        _check_tensors(read, choice, model, names, source_map)
+    names = read.names_in(read.checkpoint, tied=sections.tied and not choice.published)
+    assignment = check_tensors(read, choice, model, inventory, names)
+    coding = read_coding(options.method, options.activation_stats, read.problems)
+    read.problems.extend(stats_problems(coding, inventory))
     ids, ranking = _draft(read, model, frontend)
-    target = Target(inventory.identity, choice.published, model, inventory, source_map.sources, resources, ids, ranking)
+    target = Target(
+        inventory.identity,
+        choice.published,
+        model,
+        inventory,
+        assignment.sources,
+        resources,
+        ids,
+        ranking,
+        coding,
+        assignment.twins,
+    )
     return target, frontend
 
 
@@ -217,7 +191,7 @@ def _published(choice: Choice, frontend: Frontend) -> _Planned:
     return published_config(choice.identity), inventory, frontend.payloads
 
 
-def _custom(choice: Choice, evidence: Evidence, read: _Sources) -> _Planned | None:
+def _custom(choice: Choice, evidence: Evidence, read: PlanSources) -> _Planned | None:
     """A custom artifact: geometry from the config, recipe by name, and the config as a resource."""
     sections = evidence.sections
     advice = "use a config.json of the Qwen3.5, 3.6 or 3.8 family"
@@ -254,6 +228,10 @@ def _custom(choice: Choice, evidence: Evidence, read: _Sources) -> _Planned | No
         model = ModelConfig(
             sections.text_config, sections.vision_config, token_ids, evidence.dflash_config, recipe, rows
         )
+        if choice.recipe == "nvfp4" and not isinstance(wanted, RecipeFile) and read.stores_nvfp4:
+            recipe, notes = follow_allocation(model, read.decoder, read.names_in(read.decoder, tied=sections.tied))
+            read.notes.extend(notes)
+            model = replace(model, recipe=recipe)
         resources = {**evidence.frontend.payloads, CONFIG_RESOURCE: model.to_json()}
         sizes = {name: len(payload) for name, payload in resources.items()}
         inventory = plan_inventory(geometry, recipe, identity=choice.identity, resources=sizes)
@@ -276,73 +254,9 @@ def _between(sections: ModelSections, dflash: Mapping[str, Any] | None) -> tuple
     )
 
 
-def _check_tensors(read: _Sources, choice: Choice, model: ModelConfig, names: Names, source_map: SourceMap) -> None:
-    """Everything about stored tensors: quantized or plain, missing, misshapen, of another dtype, left over."""
-    prefixes = converted_prefixes(model, names, "base")
-    shapes = source_map.shapes["base"]
-    if check_faults(read.checkpoint, prefixes, read.problems):
-        check_absent(read.checkpoint, shapes, (), read.problems, read.notes)
-        return
-    if note := plain_despite_config(read.checkpoint, shapes):
-        read.notes.append(note)
-    optional = (
-        OptionalPart("mtp.", "--no-mtp", "the MTP draft layer"),
-        OptionalPart(names.vision, "--no-vision", "image and video input"),
-    )
-    moe = model.geometry.architecture == "qwen3_5_moe"
-    rules = SourceRules(
-        bf16_only=choice.published,
-        exact_names=choice.published and moe,
-        errors_under=() if choice.published else prefixes,
-        optional=() if read.options.identity is not None and choice.published else optional,
-    )
-    also_used = (names.lm_head,) if names.tied else ()
-    check_sources(read.checkpoint, shapes, also_used, rules, read.problems, read.notes)
-    if names.tied:
-        _check_tied(read, names)
-    if read.dflash is not None and read.dflash.has_weights:
-        inside = converted_prefixes(model, names, "dflash")
-        if check_faults(read.dflash, inside, read.problems):
-            return
-        inner = SourceRules(choice.published, choice.published, inside, ())
-        check_sources(read.dflash, source_map.shapes["dflash"], (), inner, read.problems, read.notes)
-
-
-def _check_tied(read: _Sources, names: Names) -> None:
-    """A head stored beside a tied embedding must equal it, word for word."""
-    embedding, head = read.checkpoint.tensors.get(names.embedding), read.checkpoint.tensors.get(names.lm_head)
-    if head is None or embedding is None:
-        read.notes.append(f"tied embeddings: the output head is made from {names.embedding}")
-        return
-    if any(p.where in (head.file, embedding.file) for p in read.checkpoint.problems):
-        return
-    try:
-        difference = _tied_difference(read.checkpoint, head, embedding)
-    except (SourceError, OSError) as error:
-        difference = f"the two cannot be compared: {error}"
-    if difference is None:
-        read.notes.append(f"tied embeddings: {names.lm_head} equals {names.embedding}, which the head is made from")
-        return
-    message = f"tie_word_embeddings is true, but a separate head is stored: {difference}"
-    advice = 'set "tie_word_embeddings": false in config.json if the stored head is the right one'
-    read.problems.append(Problem("tied-head-differs", message, names.lm_head, advice))
-
-
-def _tied_difference(checkpoint: LogicalCheckpoint, head: LogicalTensor, embedding: LogicalTensor) -> str | None:
-    """How the two tensors differ, or None if they are equal; reads both a few rows at a time."""
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return f"it is {head.dtype} {list(head.shape)}, the embedding {embedding.dtype} {list(embedding.shape)}"
-    rows = head.shape[0] if head.shape else 0
-    for begin in range(0, rows, _COMPARE_ROWS):
-        count = min(_COMPARE_ROWS, rows - begin)
-        ours, theirs = (checkpoint.read_words(ref.name, begin, count) for ref in (head, embedding))
-        unequal = np.flatnonzero((ours != theirs).any(axis=1))
-        if unequal.size:
-            return f"row {begin + int(unequal[0])} differs from the embedding's"
-    return None
-
-
-def _draft(read: _Sources, model: ModelConfig, frontend: Frontend) -> tuple[NDArray[np.int32] | None, Ranking | None]:
+def _draft(
+    read: PlanSources, model: ModelConfig, frontend: Frontend
+) -> tuple[NDArray[np.int32] | None, Ranking | None]:
     """Draft ids and what ranked them; (None, None) and a problem if they cannot be chosen."""
     vocab_rows, n_ids = model.geometry.text.vocab_rows, frontend.n_ids
     if not model.draft_head_rows <= n_ids <= vocab_rows:

@@ -7,10 +7,12 @@ from typing import Any
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_convert.problems import Problem
+from ninfer_convert.sources.logical import LogicalCheckpoint
 from ninfer_format import TensorEntry
 from ninfer_format.inventory import component_of
 
 SCHEMA = "ninfer.plan/1"
+_PREFIXES = {"dflash": "dflash: ", "packed": "nvfp4: "}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -24,11 +26,13 @@ def size(n_bytes: int) -> str:
 
 def render(plan: ConversionPlan, *, objects: bool = True) -> str:
     """The plan as plain text; ``objects`` adds the table of every object and its source tensors."""
-    lines = [f"source     {plan.checkpoint.folder}"]
-    stored = len(plan.checkpoint.tensors)
-    lines.append(
-        f"           {stored} tensors in {len(plan.checkpoint.shards)} files, {size(plan.checkpoint.source_bytes)}"
-    )
+    both = [("source", plan.checkpoint)]
+    if plan.prepacked is not None:
+        both = [("source", plan.prepacked), ("base", plan.checkpoint)]
+    lines = []
+    for label, held in both:
+        facts = f"{len(held.tensors)} tensors in {len(held.shards)} files, {size(held.source_bytes)}"
+        lines += [f"{label:10} {held.folder}", f"           {facts}"]
     if plan.dflash is not None:
         lines.append(f"dflash     {plan.dflash.folder}, {len(plan.dflash.tensors)} tensors")
     if plan.target is not None:
@@ -89,7 +93,7 @@ def _origin(source: ObjectSource) -> str:
         return "chosen by the ranking"
     tensors = source.tensors
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
-    prefix = "dflash: " if source.origin == "dflash" else ""
+    prefix = _PREFIXES.get(source.origin, "")
     return prefix + " + ".join(tensors[:4]) + more
 
 
@@ -106,7 +110,8 @@ def to_json(plan: ConversionPlan) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "ready": not plan.problems,
-        "source": _source_json(plan),
+        "source": _source_json(plan.prepacked or plan.checkpoint, plan.dflash),
+        "base": _source_json(plan.checkpoint, None) if plan.prepacked is not None else None,
         "identity": str(target.identity) if target else None,
         "published": target.published if target else None,
         "recipe": target.config.recipe.name if target else None,
@@ -124,14 +129,14 @@ def to_json(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def _source_json(plan: ConversionPlan) -> dict[str, Any]:
+def _source_json(checkpoint: LogicalCheckpoint, dflash: LogicalCheckpoint | None) -> dict[str, Any]:
     return {
-        "folder": str(plan.checkpoint.folder),
-        "dflash": str(plan.dflash.folder) if plan.dflash else None,
-        "tensors": len(plan.checkpoint.tensors),
-        "bytes": plan.checkpoint.source_bytes,
-        "files": [{"file": s.file, "bytes": s.file_bytes, "tensors": s.n_tensors} for s in plan.checkpoint.shards],
-        "ignored_files": list(plan.checkpoint.ignored),
+        "folder": str(checkpoint.folder),
+        "dflash": str(dflash.folder) if dflash else None,
+        "tensors": len(checkpoint.tensors),
+        "bytes": checkpoint.source_bytes,
+        "files": [{"file": s.file, "bytes": s.file_bytes, "tensors": s.n_tensors} for s in checkpoint.shards],
+        "ignored_files": list(checkpoint.ignored),
     }
 
 

@@ -55,14 +55,19 @@ def conversion_report(
             "identity": str(options.identity) if options.identity else None,
             "recipe": str(options.recipe) if options.recipe else None,
             "model_id": options.model_id,
+            "base": str(options.base) if options.base else None,
             "dflash": str(options.dflash) if options.dflash else None,
             "ranking": str(options.ranking) if options.ranking else None,
+            "method": options.method,
+            "activation_stats": str(options.activation_stats) if options.activation_stats else None,
             "device": options.device,
             "no_mtp": options.no_mtp,
             "no_vision": options.no_vision,
         },
         "source": _source(plan.checkpoint),
+        "prepacked": _source(plan.prepacked) if plan.prepacked is not None else None,
         "dflash": _source(plan.dflash) if plan.dflash is not None else None,
+        "activations": _activations(target),
         "config": _config(target),
         "draft_head": _draft_head(target),
         "statistics": _statistics(target),
@@ -117,6 +122,14 @@ def _config(target: Target) -> dict[str, Any]:
         "dflash": config.dflash,
         "draft_head_rows": config.draft_head_rows,
     }
+
+
+def _activations(target: Target) -> dict[str, Any] | None:
+    stats = target.coding.stats
+    if stats is None:
+        return None
+    facts = {"model": stats.model, "tokens": stats.n_tokens, "sites": len(stats.sites)}
+    return {"sha256": target.coding.stats_sha256, **facts}
 
 
 def _draft_head(target: Target) -> dict[str, Any] | None:

@@ -25,6 +25,8 @@ class RowReader:
         self._starts = [0, *accumulate(run.count for run in source.runs)]
         self.n_rows = source.n_rows if ids is None else int(ids.size)
         self.width = source.row_width
+        self.tensors = source.tensors
+        """Names of the tensors that rows come from."""
         self.gathers = ids is not None
         """Whether ``read`` needs ``scratch``."""
         self.as_floats = any(checkpoint.tensors[name].as_floats for name in source.tensors)
@@ -56,6 +58,11 @@ class RowReader:
         shape = self._checkpoint.tensors[run.tensor].shape
         return run.tensor, tuple(int(i) for i in np.unravel_index(flat, shape))
 
+    def spans(self, begin: int, count: int) -> Iterator[tuple[str, int, int]]:
+        """Where rows [begin, begin + count) of the fused matrix come from: tensor, first row in it, how many."""
+        for run, skipped, here in self._parts(begin, count):
+            yield run.tensor, run.begin + skipped, here
+
     def _parts(self, begin: int, count: int) -> Iterator[tuple[RowRun, int, int]]:
         """Runs that hold rows [begin, begin + count): the run, its first needed row, how many."""
         number = bisect_right(self._starts, begin) - 1
@@ -67,6 +74,6 @@ class RowReader:
 
     def _read_span(self, begin: int, out: Rows) -> None:
         done = 0
-        for run, skipped, count in self._parts(begin, len(out)):
-            self._checkpoint.read_rows(run.tensor, run.begin + skipped, out[done : done + count])
+        for tensor, first, count in self.spans(begin, len(out)):
+            self._checkpoint.read_rows(tensor, first, out[done : done + count])
             done += count

@@ -1,207 +1,139 @@
-"""One stored object while it is made: the pieces of its rows, how each is encoded, how much is ready to write."""
+"""One stored object while it is made: which maker it has, the pieces of its rows, how much is ready to write.
 
-import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+An object has up to two rounds of pieces. In the first, if its maker measures, every piece is measured; then the object
+is settled; in the second every piece is encoded. ``Assembly`` hands out the pieces of both rounds in order.
+"""
+
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ninfer_convert.makers import ContentMaker, CopyMaker, GroupedMaker, GroupedMseMaker, Maker
+from ninfer_convert.nvfp4_makers import EncodedNvfp4Maker, PackedNvfp4Maker, input_divisor
 from ninfer_convert.plan import ConversionPlan
 from ninfer_convert.quantize.bad_value import BadValue
-from ninfer_convert.quantize.direct import check_finite, store_transposed, store_widened
-from ninfer_convert.row_reader import RowReader, Rows
-from ninfer_convert.sources.logical import Words
+from ninfer_convert.row_reader import RowReader
+from ninfer_convert.workspace import Workspace
 from ninfer_format import SourceError
 from ninfer_format.directory import Entry, TensorEntry
-from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT_COLUMNS, row_split_planes
-from ninfer_format.geometry import up
-from ninfer_format.layouts.planes import plane_gaps
+from ninfer_format.formats import NUMERIC_FORMATS
 
 if TYPE_CHECKING:
     from ninfer_convert.families import ObjectSource
-    from ninfer_convert.quantize.groupwise import ErrorSums
 
 Bytes = NDArray[np.uint8]
 
 
-class Workspace:
-    """What one worker owns: an encoder and buffers for the words of a piece of up to ``lanes`` lanes."""
-
-    def __init__(self, lanes: int, step_lanes: int, device: str) -> None:
-        from ninfer_convert.quantize.groupwise import GroupEncoder
-
-        self.encoder = GroupEncoder(step_lanes, device)
-        self._lanes = lanes
-        self._buffers: dict[tuple[str, bool], Rows] = {}
-
-    def rows(self, n_rows: int, width: int, *, floats: bool = False, second: bool = False) -> Rows:
-        """Buffer [n_rows, width] of words or float32 values, undefined content; ``second`` is another one.
-
-        Each is made when first asked for.
-        """
-        kind, size = ("float32" if floats else "uint16"), n_rows * width
-        buffer = self._buffers.get((kind, second))
-        if buffer is None or size > buffer.size:
-            buffer = self._buffers[kind, second] = np.empty(max(self._lanes, size), kind)
-        return buffer[:size].reshape(n_rows, width)
-
-
 class StoredObject:
-    """An object being made. ``pieces`` are row ranges that any worker may encode, in any order."""
+    """An object being made. Numbered pieces may be worked on by any worker, in any order within a round."""
 
     def __init__(self, plan: ConversionPlan, entry: Entry, source: "ObjectSource", lanes: int) -> None:
-        target = plan.require()
         self.entry = entry
         self.source = source
-        self.reader: RowReader | None = None
-        self.content: bytes | None = None
-        """The whole payload, where it is not made from tensors."""
-        self.quantized = isinstance(entry, TensorEntry) and NUMERIC_FORMATS[entry.format].kind == "grouped"
-        self.known_largest = 0.0
-        """Largest quantization error met so far."""
-        n_rows = 1
-        if source.transform == "resource":
-            self.content = target.resources[entry.name]
-        elif source.transform == "draft_ids":
-            assert target.draft_ids is not None
-            self.content = target.draft_ids.astype("<i4").tobytes()
-        else:
-            ids = target.draft_ids if source.transform == "draft_rows" else None
-            self.reader = RowReader(plan.checkpoint_of(source), source, ids)
-            n_rows = self.reader.n_rows
-        whole = self.reader is None or source.transform in ("widen", "conv_transpose")
-        step = n_rows if whole else max(1, lanes // up(source.row_width, ROW_SPLIT_COLUMNS))
-        self.pieces = [(row, min(row + step, n_rows)) for row in range(0, n_rows, step)]
-        self._row_bytes = self._first_plane_row_bytes(n_rows)
-        self._payload: Bytes | None = None
-        self._done = [False] * len(self.pieces)
-        self._sums: list[ErrorSums | None] = [None] * len(self.pieces)
+        self._maker = maker_for(plan, entry, source, lanes)
+        pieces = self._maker.pieces
+        self._n_measures = len(pieces) if self._maker.measured else 0
+        self.n_pieces = self._n_measures + len(pieces)
+        """Pieces of both rounds."""
+        self._results: list[Any] = [None] * self.n_pieces
+        self._done = [False] * self.n_pieces
         self._first_open = 0
-
-    def _first_plane_row_bytes(self, n_rows: int) -> int:
-        """Bytes per row at the start of the payload, so that finished rows can be written before the others."""
-        if not self.quantized:
-            return self.entry.n_bytes // n_rows
-        assert isinstance(self.entry, TensorEntry)
-        return row_split_planes(self.entry.format, self.entry.shape).base_bytes // n_rows
+        self._settled = not self._n_measures
+        self._finished = False
 
     @property
     def payload(self) -> Bytes:
         """The buffer that the object is made in, uint8 [n_bytes]."""
-        assert self._payload is not None
-        return self._payload
+        return self._maker.payload
 
     def begin(self, buffer: Bytes) -> None:
         """Make the object in ``buffer``, whose content is undefined."""
-        self._payload = buffer
-        if self.quantized:
-            assert isinstance(self.entry, TensorEntry)
-            for gap in plane_gaps(row_split_planes(self.entry.format, self.entry.shape)):
-                buffer[gap] = 0
+        self._maker.start(buffer)
 
     def end(self) -> Bytes:
         """Let go of the buffer and return it."""
-        buffer, self._payload = self.payload, None
+        buffer, self._maker.payload = self._maker.payload, np.empty(0, np.uint8)
         return buffer
 
-    def finish_piece(self, number: int, sums: "ErrorSums | None") -> None:
-        """Record a piece as encoded. Not thread-safe."""
-        self._done[number] = True
-        while self._first_open < len(self.pieces) and self._done[self._first_open]:
-            self._first_open += 1
-        if sums is not None:
-            self._sums[number] = sums
-            self.known_largest = max(self.known_largest, sums.largest)
+    def may_start(self, number: int) -> bool:
+        """Whether piece ``number`` can be worked on: encoding waits for what the first round finds."""
+        return number < self._n_measures or self._settled
 
-    def error_figures(self) -> dict[str, float] | None:
-        """``max``, ``rms`` and ``relative`` error of a finished quantized object; None for an exact copy.
+    def work(self, number: int, space: Workspace) -> Any:
+        """Measure or encode one piece; what is returned goes to ``finish_piece``.
 
-        max |x − y|, sqrt(Σ(x − y)² / n) and sqrt(Σ(x − y)² / Σx²) over its n source values x and decoded values y.
+        SourceError names the tensor and index of a value that cannot be stored; OSError and others pass through.
         """
-        if not self.quantized:
-            return None
-        assert isinstance(self.entry, TensorEntry)
-        sums = [s for s in self._sums if s is not None]
-        # Summed in piece order, so that the figures do not depend on which worker was faster.
-        squares, source = math.fsum(s.squares for s in sums), math.fsum(s.source_squares for s in sums)
-        return {
-            "max": self.known_largest,
-            "rms": math.sqrt(squares / math.prod(self.entry.shape)),
-            "relative": math.sqrt(squares / source) if source else 0.0,
-        }
+        measuring = number < self._n_measures
+        begin, end = self._maker.pieces[number if measuring else number - self._n_measures]
+        try:
+            return (self._maker.measure if measuring else self._maker.encode)(begin, end, space)
+        except BadValue as error:
+            raise self._bad_value(error) from None
+
+    def _bad_value(self, error: BadValue) -> SourceError:
+        assert self._maker.reader is not None
+        tensor, index = self._maker.reader.locate(error.row, error.column)
+        place = f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {self.entry.name})"
+        return SourceError(f"{place}; {error.why}")
+
+    def finish_piece(self, number: int, result: Any) -> bool:
+        """Record a piece as done; whether ``close_round`` is due, which the caller must then call. Not thread-safe."""
+        self._results[number] = result
+        self._done[number] = True
+        while self._first_open < self.n_pieces and self._done[self._first_open]:
+            self._first_open += 1
+        return self._first_open == (self.n_pieces if self._settled else self._n_measures)
+
+    def close_round(self, space: Workspace) -> None:
+        """Settle what was measured, or finish what was encoded; before ``end_round``."""
+        if not self._settled:
+            self._maker.settle(self._results[: self._n_measures], space)
+        else:
+            self._results[self._n_measures :] = self._maker.finish(self._results[self._n_measures :], space)
+
+    def end_round(self) -> None:
+        """Let the next round, or the writing of a held object, begin. Not thread-safe."""
+        self._settled, self._finished = True, self._settled
 
     @property
     def ready_bytes(self) -> int:
         """Bytes from the start of the payload that will not change any more."""
-        if self._first_open == len(self.pieces):
+        if self._finished:
             return self.entry.n_bytes
-        return self.pieces[self._first_open][0] * self._row_bytes
+        if not self._settled or self._maker.held or self._first_open <= self._n_measures:
+            return 0
+        encoded = min(self._first_open, self.n_pieces - 1) - self._n_measures
+        return self._maker.ready_bytes(self._maker.pieces[encoded][0])
 
-    def encode_piece(self, number: int, space: Workspace) -> "ErrorSums | None":
-        """Read and encode one piece into the payload; error sums if it was quantized.
-
-        SourceError names the tensor and index of a value that cannot be stored; OSError and others pass through.
-        """
-        begin, end = self.pieces[number]
-        if self.content is not None:
-            self.payload[:] = np.frombuffer(self.content, np.uint8)
-            return None
-        try:
-            return _ENCODERS[self.source.transform](self, begin, end, space)
-        except BadValue as error:
-            assert self.reader is not None
-            tensor, index = self.reader.locate(error.row, error.column)
-            raise SourceError(
-                f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {self.entry.name}); {error.why}"
-            ) from None
-
-    def read(self, begin: int, end: int, space: Workspace, out: Words | None = None) -> Words:
-        """BF16 words of rows [begin, end), in ``out`` or the worker's own buffer."""
-        assert self.reader is not None
-        n, width = end - begin, self.reader.width
-        words: Any = space.rows(n, width) if out is None else out
-        self.reader.read(begin, words, space.rows(n, width, second=True) if self.reader.gathers else None)
-        return words  # type: ignore[no-any-return]
-
-    def read_values(self, begin: int, end: int, space: Workspace) -> Rows:
-        """The same for an encoder: float32 values where some rows are made by dequantizing, otherwise words."""
-        assert self.reader is not None
-        n, width, floats = end - begin, self.reader.width, self.reader.as_floats
-        rows = space.rows(n, width, floats=floats)
-        scratch = space.rows(n, width, floats=floats, second=True) if self.reader.gathers else None
-        self.reader.read(begin, rows, scratch)
-        return rows
+    def error_figures(self) -> dict[str, float] | None:
+        """Errors of a finished object, as in the report; None for an exact copy."""
+        return self._maker.figures(self._results[self._n_measures :])
 
 
-def _encode_rows(item: StoredObject, begin: int, end: int, space: Workspace) -> "ErrorSums | None":
-    entry = item.entry
+def maker_for(plan: ConversionPlan, entry: Entry, source: "ObjectSource", lanes: int) -> Maker:
+    """How ``entry`` is made; SourceError for stored divisors that cannot be."""
+    target = plan.require()
+    if source.transform == "resource":
+        return ContentMaker(target.resources[entry.name])
+    if source.transform == "draft_ids":
+        assert target.draft_ids is not None
+        return ContentMaker(target.draft_ids.astype("<i4").tobytes())
     assert isinstance(entry, TensorEntry)
-    if item.quantized:
-        from ninfer_convert.quantize.groupwise import plane_rows
-
-        rows = item.read_values(begin, end, space)
-        planes = plane_rows(item.payload, row_split_planes(entry.format, entry.shape), begin, end)
-        return space.encoder.encode(
-            rows, NUMERIC_FORMATS[entry.format], planes, first_row=begin, known_largest=item.known_largest
-        )
-    assert item.reader is not None
-    width = item.reader.width
-    stored = item.payload.view(np.uint16).reshape(-1, width)[begin:end]
-    check_finite(item.read(begin, end, space, out=stored), begin)
-    return None
-
-
-def _encode_widened(item: StoredObject, begin: int, end: int, space: Workspace) -> None:
-    store_widened(item.read(begin, end, space), item.payload.view(np.float32))
-
-
-def _encode_transposed(item: StoredObject, begin: int, end: int, space: Workspace) -> None:
-    words = item.read(begin, end, space)
-    store_transposed(words, item.payload.view(np.uint16).reshape(words.shape[1], words.shape[0]))
-
-
-_ENCODERS: Mapping[str, Callable[[StoredObject, int, int, Workspace], "ErrorSums | None"]] = MappingProxyType(
-    {"rows": _encode_rows, "draft_rows": _encode_rows, "widen": _encode_widened, "conv_transpose": _encode_transposed}
-)
+    if source.transform == "input_divisor":
+        return ContentMaker(np.array(input_divisor(plan, entry, source), "<f4").tobytes())
+    ids = target.draft_ids if source.transform == "draft_rows" else None
+    checkpoint = plan.checkpoint_of(source)
+    reader = RowReader(checkpoint, source, ids)
+    kind = NUMERIC_FORMATS[entry.format].kind
+    if kind == "direct":
+        return CopyMaker(entry, reader, source.transform, lanes)
+    importance = target.coding.importance(entry)
+    if kind == "grouped":
+        if target.coding.method == "mse":
+            return GroupedMseMaker(entry, reader, lanes, importance)
+        return GroupedMaker(entry, reader, lanes)
+    if source.transform == "packed":
+        return PackedNvfp4Maker(entry, reader, checkpoint, lanes)
+    return EncodedNvfp4Maker(entry, reader, lanes, target.coding.method, importance)

@@ -38,6 +38,8 @@ class SourceRules:
     errors_under: tuple[str, ...]
     """An unused tensor with one of these prefixes is an error."""
     optional: tuple[OptionalPart, ...]
+    imported: frozenset[str] = frozenset()
+    """Tensors whose stored words are taken over as they are."""
 
 
 def check_sources(
@@ -53,7 +55,7 @@ def check_sources(
     _check_missing(checkpoint, shapes, rules.optional, problems)
     used = [ref for name in shapes if (ref := checkpoint.tensors.get(name)) is not None]
     _check_shapes(used, shapes, problems)
-    _check_dtypes(used, rules.bf16_only, problems, notes)
+    _check_dtypes(used, rules, problems, notes)
     _check_unused(checkpoint, {*shapes, *also_used}, rules, problems, notes)
 
 
@@ -122,22 +124,27 @@ def _check_shapes(
         problems.append(Problem("wrong-shape", message, pattern, advice))
 
 
-def _check_dtypes(used: Iterable[LogicalTensor], bf16_only: bool, problems: list[Problem], notes: list[str]) -> None:
+def _check_dtypes(used: Iterable[LogicalTensor], rules: SourceRules, problems: list[Problem], notes: list[str]) -> None:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     rounded: dict[str, list[str]] = defaultdict(list)
     dequantized: dict[str, list[str]] = defaultdict(list)
+    imported: dict[str, list[str]] = defaultdict(list)
     for ref in used:
-        if ref.kind != PLAIN and not bf16_only:
+        if ref.name in rules.imported:
+            imported[ref.kind].append(ref.name)
+        elif ref.kind != PLAIN and not rules.bf16_only:
             dequantized[ref.kind].append(ref.name)
-        elif ref.dtype not in DIRECT_DTYPES or (bf16_only and ref.dtype != "BF16"):
+        elif ref.dtype not in DIRECT_DTYPES or (rules.bf16_only and ref.dtype != "BF16"):
             groups[_pattern(ref.name), ref.dtype].append(ref.name)
         elif ref.dtype != "BF16":
             rounded[ref.dtype].append(ref.name)
     for (pattern, dtype), names in groups.items():
-        wanted = "BF16, which a published identity requires" if bf16_only else ", ".join(DIRECT_DTYPES)
+        wanted = "BF16, which a published identity requires" if rules.bf16_only else ", ".join(DIRECT_DTYPES)
         plain = dtype in DIRECT_DTYPES
         advice = "convert it without --identity" if plain else "use the original BF16 checkpoint"
         problems.append(Problem("wrong-dtype", f"dtype {dtype}, expected {wanted}{_count(names)}", pattern, advice))
+    for kind, names in imported.items():
+        notes.append(f"{len(names)} tensors are stored as {kind}; their words are taken over: {some_names(names, 1)}")
     for kind, names in dequantized.items():
         how = "dequantized to float32, which only objects of BF16 or FP32 round to BF16"
         notes.append(f"{len(names)} tensors are stored as {kind} and {how}: {some_names(names, 1)}")
@@ -180,6 +187,13 @@ def check_faults(checkpoint: LogicalCheckpoint, prefixes: tuple[str, ...], probl
         if fault.name.startswith(prefixes):
             groups[fault.code, fault.message, fault.advice].append(fault.name)
     for (code, message, advice), names in groups.items():
-        where = some_names(list(dict.fromkeys(map(_pattern, names))) if len(names) > 1 else names, 1)
-        problems.append(Problem(code, message + _count(names), where, advice))
+        count, where = grouped_places(names)
+        problems.append(Problem(code, message + count, where, advice))
     return bool(groups)
+
+
+def grouped_places(names: list[str]) -> tuple[str, str]:
+    """For a problem that tensors ``names`` share: how many there are, as a parenthesis, and where, by pattern."""
+    if len(names) == 1:
+        return "", names[0]
+    return f" ({len(names)} tensors, the first is {names[0]})", some_names(list(_by_pattern(names)), 1)

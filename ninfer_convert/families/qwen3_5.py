@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ninfer_convert.families.row_maps import ObjectSource, Origin, RowRun, Transform
 from ninfer_format import Inventory, ModelConfig, ModelGeometry, ResourceEntry, TensorEntry
-from ninfer_format.roles import expert_rows, role_named, row_views
+from ninfer_format.formats import layout_for
+from ninfer_format.roles import expert_rows, object_name, role_named, role_shape, row_views
 
 Shape = tuple[int, ...]
 
@@ -201,7 +202,7 @@ class SourceMap:
     """Object sources in inventory order, and the shape that every source tensor must have, by origin and name."""
 
     sources: tuple[ObjectSource, ...] = ()
-    shapes: dict[Origin, dict[str, Shape]] = field(default_factory=lambda: {"base": {}, "dflash": {}})
+    shapes: dict[Origin, dict[str, Shape]] = field(default_factory=lambda: {"base": {}, "packed": {}, "dflash": {}})
 
 
 def object_sources(config: ModelConfig, inventory: Inventory, stored: Container[str], names: Names) -> SourceMap:
@@ -236,6 +237,11 @@ def tensor_source(
     shapes = result.shapes[origin]
     if role == "text/draft_head_token_ids":
         return ObjectSource(entry.name, "draft_ids")
+    if (matrix := role_named(role).divisor_of) is not None:
+        shape = role_shape(geometry, matrix)
+        whole = TensorEntry(object_name(matrix, layer), shape, "NVFP4", layout_for("NVFP4"), 0, 0)
+        fused = tensor_source(geometry, names, stored, whole, matrix, layer, result)
+        return ObjectSource(entry.name, "input_divisor", fused.runs, 0, origin)
     if role in _HEADS:
         rows, width = geometry.text.vocab_rows, geometry.text.hidden
         shapes[names.head] = (rows, width)

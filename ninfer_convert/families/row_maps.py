@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Transform = Literal["rows", "widen", "conv_transpose", "draft_rows", "draft_ids", "resource"]
-Origin = Literal["base", "dflash"]
+Transform = Literal["rows", "widen", "conv_transpose", "packed", "input_divisor", "draft_rows", "draft_ids", "resource"]
+Origin = Literal["base", "packed", "dflash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class ObjectSource:
     runs. Then, by ``transform``:
 
     - ``rows``: stored (quantized or BF16) as it is; rank-1 objects are one row;
+    - ``packed``: like ``rows``, but the stored words of NVFP4 tensors are taken over instead of values;
+    - ``input_divisor``: the activation divisor of the NVFP4 matrix that has these runs; ``row_width`` is 0;
     - ``widen``: BF16 words widened to FP32;
     - ``conv_transpose``: rows of taps, stored[tap][channel] = row[channel][tap];
     - ``draft_rows``: the rows whose numbers the plan's ``draft_ids`` gives, in that order;
@@ -36,7 +38,7 @@ class ObjectSource:
     runs: tuple[RowRun, ...] = ()
     row_width: int = 0
     origin: Origin = "base"
-    """Which checkpoint holds the tensors: the model's own folder or its DFlash companion."""
+    """Which checkpoint holds the tensors: the model's own folder, the prepacked one beside it, or the companion."""
 
     @property
     def n_rows(self) -> int:

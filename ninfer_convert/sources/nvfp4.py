@@ -57,7 +57,8 @@ class PackedNvfp4:
         self._convention = convention
         self._stem = group.stem
         self._codes, self._scales = group.parts[convention.codes], group.parts[convention.scales]
-        self._has_input = convention.input_global in group.parts
+        self.has_input_scale = convention.input_global in group.parts
+        """Whether an activation scale is stored with the matrix."""
         self.shape = self._codes.shape[0], self._codes.shape[1] * 2
 
     def read_codes(self, begin: int, out: Bytes) -> None:
@@ -83,7 +84,7 @@ class PackedNvfp4:
 
     def input_divisor(self) -> np.float32 | None:
         """The activation divisor; None where the checkpoint stores none. SourceError as ``weight_divisor``."""
-        return self._divisor(self._convention.input_global) if self._has_input else None
+        return self._divisor(self._convention.input_global) if self.has_input_scale else None
 
     def weight_factor(self) -> tuple[np.float32, bool]:
         """The weight's global scale as it is stored, and whether it multiplies."""

@@ -156,11 +156,13 @@ def test_mixture_of_experts_identity_needs_its_companion(tmp_path: Path, plan_of
     assert [p.where for p in plan.problems] == ["--dflash"]
 
 
-def test_nvfp4_identity_and_recipe_are_refused_in_one_line(
-    full_dense: Path, dense: TinyCheckpoint, plan_of: PlanOf
-) -> None:
-    assert [p.code for p in plan_of(full_dense, identity=NVFP4).problems] == ["identity-refused"]
-    assert [p.code for p in plan_of(dense, recipe="nvfp4").problems] == ["unsupported-recipe"]
+def test_published_nvfp4_needs_its_prepacked_source(full_dense: Path, plan_of: PlanOf) -> None:
+    (problem,) = plan_of(full_dense, identity=NVFP4).problems
+    assert problem.code == "identity-refused"
+    assert "--base" in problem.advice
+
+
+def test_unknown_recipe_is_refused_in_one_line(dense: TinyCheckpoint, plan_of: PlanOf) -> None:
     assert [p.code for p in plan_of(dense, recipe="q2").problems] == ["unsupported-recipe"]
 
 

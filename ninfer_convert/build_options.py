@@ -1,0 +1,36 @@
+"""What a conversion is asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ninfer_convert.recipe_file import RecipeFile
+from ninfer_format import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What the user asked for; ``plan`` and ``build`` take the same options."""
+
+    source: Path
+    """Checkpoint folder, or a Hub name (``org/name`` or ``org/name@revision``) that is in the local cache."""
+    out: Path | None = None
+    identity: Identity | None = None
+    recipe: str | RecipeFile | None = None
+    """Name of a built-in recipe, or a mixed one from a file."""
+    model_id: str | None = None
+    dflash: Path | None = None
+    ranking: Path | None = None
+    base: Path | None = None
+    """The BF16 checkpoint beside a prepacked NVFP4 ``source``: config, frontend files, all that is not NVFP4."""
+    method: str = "max"
+    """One of ``coding.METHODS``: how codes and scales are chosen."""
+    activation_stats: Path | None = None
+    """What ``ninfer-run calibrate`` wrote: activation divisors, and weights of errors for method ``mse``."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    no_mtp: bool = False
+    no_vision: bool = False
+    resume: bool = False
+    force: bool = False
+    jobs: int = 0
+    """Worker threads; 0 = one per usable CPU."""

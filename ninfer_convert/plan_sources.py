@@ -1,0 +1,80 @@
+"""The checkpoints that a plan reads, and what has been found out about them so far."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ninfer_convert.allocation import stores_nvfp4
+from ninfer_convert.build_options import BuildOptions
+from ninfer_convert.families.qwen3_5 import Names, spelling
+from ninfer_convert.locate import locate
+from ninfer_convert.prepacked_check import published_obstacles
+from ninfer_convert.problems import Problem
+from ninfer_convert.sources.adapters import open_checkpoint
+from ninfer_convert.sources.logical import LogicalCheckpoint
+from ninfer_format import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSources:
+    """Opened sources and findings."""
+
+    options: BuildOptions
+    name: str
+    """What a person would call the model: folder or repository name of the source."""
+    folder: Path
+    """Where config and frontend files lie."""
+    checkpoint: LogicalCheckpoint
+    """The model's own: the base where there is one, otherwise the source."""
+    prepacked: LogicalCheckpoint | None
+    """The source, where there is a base."""
+    dflash: LogicalCheckpoint | None
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders that are only read."""
+        return [c.folder for c in (self.checkpoint, self.prepacked, self.dflash) if c is not None]
+
+    @property
+    def decoder(self) -> LogicalCheckpoint:
+        """What decides which decoder matrices are NVFP4."""
+        return self.prepacked or self.checkpoint
+
+    @property
+    def stores_nvfp4(self) -> bool:
+        """Whether decoder matrices of the source are stored as NVFP4."""
+        return stores_nvfp4(self.decoder, self.names_in(self.decoder))
+
+    def names_in(self, checkpoint: LogicalCheckpoint, *, tied: bool = False) -> Names:
+        """How ``checkpoint`` spells its tensors."""
+        return spelling(checkpoint.tensors.keys() | checkpoint.unavailable, tied=tied)
+
+    def published_obstacles(self, identity: Identity) -> Iterable[Problem]:
+        """What keeps a prepacked folder and its base from being the sources of ``identity``, made from such a pair."""
+        if self.prepacked is None:
+            message = f"{identity} is made from a prepacked NVFP4 source beside its BF16 base, and no base is given"
+            advice = "pass the NVFP4 folder as SOURCE and the BF16 folder with --base"
+            return (Problem("identity-refused", message, "--base", advice),)
+        return published_obstacles(identity, self.prepacked, self.checkpoint)
+
+
+def open_sources(options: BuildOptions) -> PlanSources:
+    """Open every checkpoint that ``options`` name; UsageError or SourceError if one is not there."""
+    location = locate(options.source)
+    source = open_checkpoint(location.folder)
+    base = open_checkpoint(locate(options.base).folder) if options.base is not None else None
+    dflash = open_checkpoint(locate(options.dflash).folder) if options.dflash is not None else None
+    own, prepacked = (source, None) if base is None else (base, source)
+    read = PlanSources(options, location.name, own.folder, own, prepacked, dflash)
+    read.problems.extend(own.problems)
+    for label, other in (("NVFP4", prepacked), ("DFlash", dflash)):
+        if other is not None:
+            read.problems.extend(Problem(p.code, p.message, f"{label} {p.where}", p.advice) for p in other.problems)
+    for checkpoint in (own, prepacked, dflash):
+        if checkpoint is not None:
+            read.notes.extend(checkpoint.notes)
+            if checkpoint.ignored:
+                read.notes.append(f"ignored, not named by the index: {', '.join(checkpoint.ignored)}")
+    return read
