@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from ninfer_convert.commands import diff, export, set_id, set_template
+from ninfer_convert.commands import diff, export, rank, set_id, set_template
 from ninfer_format.command import run_cli
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def build(
 
 # --- the other commands, a module each -------------------------------------------------------------------------------
 
-for command in (diff, export, set_id, set_template):
+for command in (diff, export, rank, set_id, set_template):
     command.register(app)
 
 
