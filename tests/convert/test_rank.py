@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_the_text(
 ) -> None:
     monkeypatch.setattr("ninfer_convert.ranking._BATCH_CHARACTERS", 1 << 17)
     peaks = []
-    for megabytes in (1, 4):
+    for megabytes in (3, 6):
         path = file(tmp_path / "t.txt", (sample(7, 1000) * (1 + megabytes * 12))[: megabytes << 20])
         tracemalloc.start()
         count_text(path, vocabulary)
