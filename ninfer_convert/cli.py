@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from ninfer_convert.commands import diff, export, rank, set_id, set_template
+from ninfer_convert.commands import diff, export, publish, rank, set_id, set_template
 from ninfer_format.command import run_cli
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ JsonLines = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output; start an unfinished build again.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished build of this output.")]
+Publish = Annotated[
+    bool, typer.Option("--publish", help="Also write MODEL_CARD.md, artifact-manifest.json and SHA256SUMS beside OUT.")
+]
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Also draw errors and sizes into DIR.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")]
 
 
@@ -174,11 +178,13 @@ def build(
     jobs: Jobs = 0,
     resume: Resume = False,
     force: Force = False,
+    with_publish: Publish = False,
+    plots: Plots = None,
     as_json: JsonLines = False,
     quiet: Quiet = False,
 ) -> int:
     """Convert SOURCE and write OUT with its report; OUT appears only when it is complete."""
-    from ninfer_convert.commands.build import Told, run
+    from ninfer_convert.commands.build import Extras, Told, run
 
     options = _options(
         source,
@@ -198,12 +204,12 @@ def build(
         resume=resume,
         force=force,
     )
-    return run(options, out, Told(as_json, quiet))
+    return run(options, out, Told(as_json, quiet), Extras(with_publish, plots))
 
 
 # --- the other commands, a module each -------------------------------------------------------------------------------
 
-for command in (diff, export, rank, set_id, set_template):
+for command in (diff, export, publish, rank, set_id, set_template):
     command.register(app)
 
 

@@ -74,7 +74,7 @@ class Maker(ABC):
 def error_figures(sums: "Sequence[ErrorSums]", n_values: int) -> dict[str, float]:
     """``max``, ``rms`` and ``relative`` error: max |x − y|, sqrt(Σ(x − y)² / n) and sqrt(Σ(x − y)² / Σx²).
 
-    x are the n source values, y the decoded ones. Summed in piece order, so that the figures do not depend on which
+    x are the n source values, y the decoded ones; ``source_rms`` is sqrt(Σx² / n), so that errors add up. Summed in piece order, so that the figures do not depend on which
     worker was faster.
     """
     squares, source = math.fsum(s.squares for s in sums), math.fsum(s.source_squares for s in sums)
@@ -82,6 +82,7 @@ def error_figures(sums: "Sequence[ErrorSums]", n_values: int) -> dict[str, float
         "max": max((s.largest for s in sums), default=0.0),
         "rms": math.sqrt(squares / n_values),
         "relative": math.sqrt(squares / source) if source else 0.0,
+        "source_rms": math.sqrt(source / n_values),
     }
 
 

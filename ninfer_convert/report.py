@@ -15,6 +15,7 @@ from ninfer_convert.fingerprint import package_version
 from ninfer_convert.journal import Finished
 from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_convert.recipe_file import RecipeFile
+from ninfer_convert.source_facts import content_sha256, source_facts
 from ninfer_convert.sources.logical import LogicalCheckpoint
 from ninfer_format import TensorEntry
 from ninfer_format.inventory import component_of
@@ -92,12 +93,19 @@ def dump_report(document: Mapping[str, Any]) -> bytes:
 
 def _source(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
     return {
+        **source_facts(checkpoint.folder),
         "folder": str(checkpoint.folder),
         "tensors": len(checkpoint.tensors),
         "dtypes": dict(Counter(ref.dtype for ref in checkpoint.tensors.values())),
         "bytes": checkpoint.source_bytes,
         "shards": [
-            {"file": s.file, "bytes": s.file_bytes, "tensors": s.n_tensors, "header_sha256": s.header_sha256}
+            {
+                "file": s.file,
+                "bytes": s.file_bytes,
+                "tensors": s.n_tensors,
+                "header_sha256": s.header_sha256,
+                "sha256": content_sha256(checkpoint.folder / s.file),
+            }
             for s in checkpoint.shards
         ],
         "ignored_files": list(checkpoint.ignored),

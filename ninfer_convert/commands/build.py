@@ -1,8 +1,8 @@
 """What ``ninfer-convert build`` does with its options: plan, refuse or build, and tell about it."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,10 @@ from ninfer_convert.journal import journal_of
 from ninfer_convert.pipeline import BuildResult, build, finish_published
 from ninfer_convert.plan import BuildOptions, ConversionPlan, make_plan
 from ninfer_convert.plan_view import render_problems
+from ninfer_convert.plots import check_folder, draw
+from ninfer_convert.publish import check_free, publish
+from ninfer_convert.report import report_of
+from ninfer_convert.summaries import read_report
 from ninfer_format.command import INTERRUPTED, progress_bytes
 from ninfer_format.errors import NinferError, StorageError
 
@@ -29,13 +33,45 @@ class Told:
     quiet: bool = False
 
 
-def run(options: BuildOptions, out: Path, told: Told) -> int:
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What to write besides artifact and report."""
+
+    publish: bool = False
+    plots: Path | None = None
+
+    def check(self, out: Path, *, force: bool) -> None:
+        """Refuse now what could not be written after a long build. UsageError, MissingExtraError."""
+        if self.plots is not None:
+            check_folder(self.plots)
+        if self.publish:
+            check_free(out, force=force)
+
+    def write(self, out: Path, options: BuildOptions, told: Told) -> dict[str, Any]:
+        """Write them; members of the result document, empty if nothing was asked for."""
+
+        def hashing(total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
+            return progress_bytes(total, "hashing", quiet=told.quiet)
+
+        if not self.publish and self.plots is None:
+            return {}
+        report, members, files = read_report(report_of(out)), dict[str, Any](), list[Path]()
+        if self.publish:
+            written = publish(out, report=report, force=options.force, jobs=options.jobs or None, progress=hashing)
+            members["sha256"], files = written.sha256, [*written.files]
+        if self.plots is not None:
+            files += draw(report, self.plots)
+        return members | {"side_files": [str(path) for path in files]}
+
+
+def run(options: BuildOptions, out: Path, told: Told, extras: Extras) -> int:
     """Build ``out`` as ``options`` say; the exit code."""
     lines = EventLines(_print_now) if told.as_json else None
     with _failures_told(lines, out):
+        extras.check(out, force=options.force)
         if options.resume and finish_published(out):
             document = {"schema": SCHEMA, "path": str(out), "bytes": out.stat().st_size, "already_complete": True}
-            _tell(lines, document, f"{out}: was already complete", told)
+            _tell(lines, document | extras.write(out, options, told), f"{out}: was already complete", told)
             return 0
         plan = make_plan(options)
         if plan.problems or plan.target is None:
@@ -49,7 +85,9 @@ def run(options: BuildOptions, out: Path, told: Told) -> int:
         payload_bytes = sum(entry.n_bytes for entry in plan.target.inventory.objects)
         with progress_bytes(payload_bytes, "building", quiet=told.quiet) as advance:
             result = build(plan, progress=advance, observer=observer)
-        _tell(lines, _document(plan, result), _text(plan, result), told)
+        side = extras.write(out, options, told)
+        text = "\n".join([_text(plan, result), *(f"wrote      {file}" for file in side.get("side_files", ()))])
+        _tell(lines, _document(plan, result) | side, text, told)
     return 0
 
 
