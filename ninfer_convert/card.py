@@ -53,7 +53,7 @@ def model_card(report: Report, facts: ArtifactFacts) -> str:
 def _text(value: object) -> str:
     """Plain text on one line."""
     flat = " ".join(str(value).split())
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|~&]|^-)", r"\\\1", flat)
+    return re.sub(r"([\\`*_\[\]<>#|~&]|^[-+])", r"\\\1", flat)
 
 
 def _code(value: object) -> str:

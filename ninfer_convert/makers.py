@@ -74,8 +74,8 @@ class Maker(ABC):
 def error_figures(sums: "Sequence[ErrorSums]", n_values: int) -> dict[str, float]:
     """``max``, ``rms`` and ``relative`` error: max |x − y|, sqrt(Σ(x − y)² / n) and sqrt(Σ(x − y)² / Σx²).
 
-    x are the n source values, y the decoded ones; ``source_rms`` is sqrt(Σx² / n), so that errors add up. Summed in piece order, so that the figures do not depend on which
-    worker was faster.
+    x are the n source values, y the decoded ones; ``source_rms`` is sqrt(Σx² / n), so that errors add up. Summed in
+    piece order, so that the figures do not depend on which worker was faster.
     """
     squares, source = math.fsum(s.squares for s in sums), math.fsum(s.source_squares for s in sums)
     return {
