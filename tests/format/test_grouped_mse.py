@@ -80,7 +80,9 @@ def test_search_comes_close_to_the_best_of_all_binary16_scales(format: str, fres
     values = np.random.default_rng(fresh_seed).standard_normal((40, fmt.group), np.float32)
     found = group_errors(values, quantize_groups_mse(values, fmt), fmt, None)[:, 0]
     amax = np.abs(values).max(axis=1)
-    least, most = ((amax / np.float32(fmt.qmax + t)).astype(np.float16).view(np.uint16) for t in (8, COARSE_STEPS[0] - 0.5))
+    least, most = (
+        (amax / np.float32(fmt.qmax + t)).astype(np.float16).view(np.uint16) for t in (8, COARSE_STEPS[0] - 0.5)
+    )
     best = np.full(len(values), np.inf)
     for row, x in enumerate(values):
         scales = np.arange(int(least[row]), int(most[row]) + 1, dtype=np.uint16).view(np.float16).astype(np.float32)
