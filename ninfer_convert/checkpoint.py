@@ -25,6 +25,8 @@ from ninfer_format import SourceError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+HEADERS_ONLY = ".ninfer-headers-only"
+"""A file by which a folder is marked whose shards have their headers and holes where the values would be."""
 _MAX_JSON_BYTES = 256 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _ROUNDING_ELEMENTS = 1 << 20
@@ -188,6 +190,11 @@ class Checkpoint:
         return cls(folder, config, tensors, shards, absent, unavailable, _ignored(folder, files), problems)
 
     @property
+    def headers_only(self) -> bool:
+        """Whether the shards hold no values, because a plan from the Hub needs none."""
+        return (self.folder / HEADERS_ONLY).exists()
+
+    @property
     def has_weights(self) -> bool:
         """Whether it is known which tensors there should be; False when the index or the only file is unusable."""
         return bool(self.shards or self.absent or self.unavailable)
@@ -201,6 +208,8 @@ class Checkpoint:
         with self._lock:
             if (known := self._descriptors.get(file)) is not None:
                 return known
+            if self.headers_only:
+                raise SourceError(f"{file}: only its header was read for this plan, its values were not downloaded")
             descriptor = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
             status = os.fstat(descriptor)
             shard = next(s for s in self.shards if s.file == file)

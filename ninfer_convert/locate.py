@@ -1,11 +1,11 @@
-"""Find the checkpoint: a local folder, or a Hub name that resolves to a snapshot in the local Hub cache."""
+"""Find the checkpoint: a local folder, a repository on the Hub, or a snapshot of one in the local Hub cache."""
 
-import os
 import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
+from ninfer_convert.hub import HubName, Need, cached_snapshot, fetch, hub_cache
 from ninfer_format import SourceError, UsageError
 
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
@@ -22,18 +22,19 @@ class Location:
 
     folder: Path
     name: str
+    note: str | None = None
+    """What a report should say about how it was found."""
 
 
-def hub_cache() -> Path:
-    """Folder of the local Hub cache, by the same environment variables that the Hub client honours."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(home).expanduser() / "hub"
+def locate(source: Path, need: Need = "values") -> Location:
+    """Resolve ``source``: a folder, ``hf://org/name[@revision]``, or such a name that the local cache holds.
 
-
-def locate(source: Path) -> Location:
-    """Resolve ``source``; UsageError or SourceError says what was found instead of a checkpoint folder."""
+    From the Hub at least what is ``need``-ed is there; see ``hub.fetch`` for its errors. UsageError or SourceError says
+    what was found instead of a checkpoint folder.
+    """
+    if (hub := HubName.parse(source)) is not None:
+        fetched = fetch(hub, need)
+        return Location(fetched.folder, hub.name, fetched.note)
     if source.is_dir():
         return Location(source, _model_name(source))
     if source.exists():
@@ -41,20 +42,19 @@ def locate(source: Path) -> Location:
         raise SourceError(f"{source}: {advice}")
     if match := _HUB_NAME.fullmatch(str(source)):
         return _cached(*match.groups())
-    raise UsageError(f"{source}: no such folder; give a checkpoint folder or a Hub name like Qwen/Qwen3.6-27B")
+    raise UsageError(
+        f"{source}: no such folder; give a checkpoint folder, or a repository on the Hub like hf://Qwen/Qwen3.6-27B"
+    )
 
 
 def _cached(owner: str, repo: str, revision: str | None) -> Location:
-    cache, wanted = hub_cache(), revision or "main"
-    root = cache / f"models--{owner}--{repo}"
-    reference = root / "refs" / wanted
-    commit = reference.read_text().strip() if reference.is_file() else wanted
-    folder = root / "snapshots" / commit
-    if not folder.is_dir():
+    folder = cached_snapshot(owner, repo, revision)
+    if folder is None:
         name = f"{owner}/{repo}" + (f" --revision {revision}" if revision else "")
+        hub = f"hf://{owner}/{repo}" + (f"@{revision}" if revision else "")
         raise UsageError(
-            f"{owner}/{repo}: neither a folder nor at revision {wanted} in the Hub cache {cache}; "
-            f"download it with `hf download {name}` and try again"
+            f"{owner}/{repo}: neither a folder nor at revision {revision or 'main'} in the Hub cache {hub_cache()}; "
+            f"give {hub} to download it, or run `hf download {name}` and try again"
         )
     return Location(folder, repo)
 
