@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from ninfer_convert.recipe_file import RecipeFile
-from ninfer_format import Identity
+from ninfer_format import Identity, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class BuildOptions:
     """Checkpoint folder, or a Hub name (``org/name`` or ``org/name@revision``) that is in the local cache."""
     out: Path | None = None
     identity: Identity | None = None
-    recipe: str | RecipeFile | None = None
-    """Name of a built-in recipe, or a mixed one from a file."""
+    recipe: str | RecipeFile | Recipe | None = None
+    """Name of a built-in recipe, a mixed one from a file, or that of an artifact."""
     model_id: str | None = None
     dflash: Path | None = None
     ranking: Path | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from ninfer_convert.commands import diff, export, publish, rank, set_id, set_template
+from ninfer_convert.commands import check, diff, export, publish, rank, set_id, set_template
 from ninfer_format.command import run_cli
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def build(
 
 # --- the other commands, a module each -------------------------------------------------------------------------------
 
-for command in (diff, export, publish, rank, set_id, set_template):
+for command in (check, diff, export, publish, rank, set_id, set_template):
     command.register(app)
 
 

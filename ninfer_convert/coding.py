@@ -29,6 +29,10 @@ class Coding:
     stats: ActivationStats | None = None
     stats_sha256: str | None = None
 
+    def with_method(self, method: str) -> "Coding":
+        """The same with another method."""
+        return Coding("mse" if method == "mse" else "max", self.stats, self.stats_sha256)
+
     def importance(self, entry: TensorEntry) -> Floats | None:
         """Weights float32 [K] of the columns of ``entry``'s errors; None where all count alike."""
         site = self._site(entry)

@@ -13,7 +13,7 @@ from ninfer_convert.recipe_file import RecipeFile
 from ninfer_convert.resources import Frontend
 from ninfer_format import Identity
 from ninfer_format.published import PUBLISHED, TOKENIZER_IDS
-from ninfer_format.recipes import RECIPE_NAMES
+from ninfer_format.recipes import RECIPE_NAMES, Recipe
 
 BUILDABLE_RECIPES = ("groupwise-int", "bf16", "w8", "nvfp4")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -25,7 +25,7 @@ class Wishes:
     """What the user said about the identity."""
 
     identity: Identity | None
-    recipe: str | RecipeFile | None
+    recipe: str | RecipeFile | Recipe | None
     model_id: str | None
     no_mtp: bool
     no_vision: bool
@@ -75,8 +75,8 @@ def choose_identity(wishes: Wishes, evidence: Evidence, problems: list[Problem],
 
 def _recipe(wishes: Wishes, evidence: Evidence, problems: list[Problem], notes: list[str]) -> str:
     asked = wishes.identity.weights_id if wishes.identity is not None else None
-    mixed = isinstance(wishes.recipe, RecipeFile)
-    recipe = str(wishes.recipe or asked or ("nvfp4" if evidence.stores_nvfp4 else BUILDABLE_RECIPES[0]))
+    mixed = isinstance(wishes.recipe, RecipeFile | Recipe)
+    recipe = _name(wishes.recipe) or asked or ("nvfp4" if evidence.stores_nvfp4 else BUILDABLE_RECIPES[0])
     if evidence.stores_nvfp4 and not (wishes.recipe or asked):
         notes.append("recipe nvfp4: decoder matrices of the source are stored so; --recipe chooses another")
     if recipe not in BUILDABLE_RECIPES and not mixed:
@@ -89,6 +89,10 @@ def _recipe(wishes: Wishes, evidence: Evidence, problems: list[Problem], notes: 
         advice = "a custom artifact's weights_id is its recipe; let them agree"
         problems.append(Problem("identity-refused", message, "--identity", advice))
     return recipe
+
+
+def _name(recipe: str | RecipeFile | Recipe | None) -> str | None:
+    return recipe.name if isinstance(recipe, RecipeFile | Recipe) else recipe
 
 
 def _custom(wishes: Wishes, evidence: Evidence, recipe: str, problems: list[Problem], notes: list[str]) -> Identity:
@@ -135,7 +139,7 @@ def obstacles(identity: Identity, wishes: Wishes, evidence: Evidence) -> Iterato
     if identity.weights_id == "nvfp4":
         yield from evidence.nvfp4_obstacles(identity)
     if wishes.recipe not in (None, identity.weights_id):
-        yield refused(f"{identity} has the recipe {identity.weights_id!r}, not '{wishes.recipe}'", "--recipe")
+        yield refused(f"{identity} has the recipe {identity.weights_id!r}, not '{_name(wishes.recipe)}'", "--recipe")
     if wishes.model_id not in (None, identity.model_id):
         yield refused(f"{identity} has the model id {identity.model_id!r}, not {wishes.model_id!r}", "--model-id")
     if wishes.no_mtp:

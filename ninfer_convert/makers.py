@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ninfer_convert.quantize.bad_value import BadValue
 from ninfer_convert.quantize.direct import check_finite, store_transposed, store_widened
 from ninfer_convert.row_reader import RowReader
 from ninfer_convert.workspace import Workspace
-from ninfer_format import TensorEntry
+from ninfer_format import SourceError, TensorEntry
 from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT_COLUMNS, row_split_planes
 from ninfer_format.geometry import up
 from ninfer_format.layouts.planes import plane_gaps
@@ -36,6 +37,8 @@ class Maker(ABC):
     """Whether every piece is measured before the first is encoded."""
     held = False
     """Whether nothing may be written before the last piece is encoded."""
+    row_unit: int | None = None
+    """Rows can be encoded in multiples of this, or (None) only all together."""
 
     def __init__(self, n_rows: int, rows_per_piece: int) -> None:
         self.n_rows = n_rows
@@ -54,6 +57,10 @@ class Maker(ABC):
         """Decide what holds for the whole object; ``measures`` are in row order."""
         raise NotImplementedError
 
+    def assume(self, stored: Bytes) -> None:
+        """Take from a finished payload what ``settle`` would decide, to make some of its rows again."""
+        raise NotImplementedError
+
     @abstractmethod
     def encode(self, begin: int, end: int, space: Workspace) -> Any:
         """Make rows [begin, end); what is returned is collected for ``finish`` and ``figures``."""
@@ -69,6 +76,13 @@ class Maker(ABC):
     def figures(self, sums: Sequence[Any]) -> dict[str, float] | None:
         """Errors of a finished object; None for an exact copy."""
         return None
+
+
+def located(maker: Maker, object_name: str, error: BadValue) -> SourceError:
+    """``error`` with the tensor and index that hold the value."""
+    assert maker.reader is not None
+    tensor, index = maker.reader.locate(error.row, error.column)
+    return SourceError(f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {object_name}); {error.why}")
 
 
 def error_figures(sums: "Sequence[ErrorSums]", n_values: int) -> dict[str, float]:
@@ -108,6 +122,7 @@ class CopyMaker(Maker):
     def __init__(self, entry: TensorEntry, reader: RowReader, transform: str, lanes: int) -> None:
         whole = transform in ("widen", "conv_transpose")
         super().__init__(reader.n_rows, reader.n_rows if whole else max(1, lanes // reader.width))
+        self.row_unit = None if whole else 1
         self.reader = reader
         self._rows = reader
         self._store = _COPIES[transform]
@@ -145,6 +160,8 @@ _COPIES: Mapping[str, Callable[[RowReader, Bytes, int, int, Workspace], None]] =
 
 class GroupedMaker(Maker):
     """Grouped integers, canonical; ``GroupedMseMaker`` searches for the scales."""
+
+    row_unit = 1
 
     def __init__(self, entry: TensorEntry, reader: RowReader, lanes: int) -> None:
         super().__init__(reader.n_rows, max(1, lanes // up(reader.width, ROW_SPLIT_COLUMNS)))

@@ -15,6 +15,7 @@ from ninfer_convert.sources.nvfp4 import PackedNvfp4
 from ninfer_convert.workspace import Workspace
 from ninfer_format import TensorEntry
 from ninfer_format.layouts.blockscale import ROW_TILE, plane_views, tile_scales
+from ninfer_format.layouts.words import native_float32
 from ninfer_format.numeric.nvfp4 import BLOCK, dequantize
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class EncodedNvfp4Maker(Maker):
     """
 
     measured = True
+    row_unit = ROW_TILE
 
     def __init__(
         self, entry: TensorEntry, reader: RowReader, lanes: int, method: "Method", importance: Floats | None
@@ -77,6 +79,13 @@ class EncodedNvfp4Maker(Maker):
             bands = sample_bands(self.n_rows, self._rows.width)
             sample = [np.array(space.read(self._rows, begin, end)) for begin, end in bands]
         self._choose(space.nvfp4.settle(max(measures), self._method, sample, self._importance))
+
+    def assume(self, stored: Bytes) -> None:
+        """See ``Maker``: the divisor."""
+        from ninfer_convert.quantize.nvfp4 import MatrixChoice
+
+        divisor = native_float32(plane_views(stored, self._shape).divisor)
+        self._choose(MatrixChoice(self._method, divisor, divisor))
 
     def _choose(self, choice: "MatrixChoice") -> None:
         from ninfer_convert.quantize.nvfp4 import store_divisor
@@ -132,6 +141,8 @@ class PackedNvfp4Maker(Maker):
 
     Where the parts of the fused matrix have different divisors, block scales are encoded anew for a common one.
     """
+
+    row_unit = ROW_TILE
 
     def __init__(self, entry: TensorEntry, reader: RowReader, checkpoint: LogicalCheckpoint, lanes: int) -> None:
         super().__init__(reader.n_rows, _rows_per_piece(reader.width, lanes))

@@ -32,7 +32,7 @@ from ninfer_format.inventory import plan_inventory
 from ninfer_format.model_config import published_config
 from ninfer_format.model_geometry import draft_head_rows, inspect_config
 from ninfer_format.published import CONFIG_RESOURCE, published
-from ninfer_format.recipes import recipe_for
+from ninfer_format.recipes import Recipe, recipe_for
 
 __all__ = ["BuildOptions", "ConversionPlan", "PlanError", "Problem", "Target", "make_plan", "peak_memory"]
 
@@ -153,7 +153,7 @@ def _plan_target(read: PlanSources) -> tuple[Target | None, Frontend]:
         options.identity, options.recipe, options.model_id, options.no_mtp, options.no_vision, options.method == "mse"
     )
     choice = choose_identity(wishes, evidence, read.problems, read.notes)
-    if choice.recipe not in BUILDABLE_RECIPES and not isinstance(options.recipe, RecipeFile):
+    if choice.recipe not in BUILDABLE_RECIPES and not isinstance(options.recipe, RecipeFile | Recipe):
         return None, frontend
     check_beside(read, choice)
     planned = _published(choice, frontend) if choice.published else _custom(choice, evidence, read)
@@ -223,12 +223,14 @@ def _custom(choice: Choice, evidence: Evidence, read: PlanSources) -> _Planned |
             recipe, wrong_rules = resolve(wanted, geometry)
             mend = "mend the recipe file"
             read.problems.extend(Problem("bad-recipe", message, "--recipe", mend) for message in wrong_rules)
+        elif isinstance(wanted, Recipe):
+            recipe = wanted
         else:
             recipe = recipe_for(geometry, choice.recipe)
         model = ModelConfig(
             sections.text_config, sections.vision_config, token_ids, evidence.dflash_config, recipe, rows
         )
-        if choice.recipe == "nvfp4" and not isinstance(wanted, RecipeFile) and read.stores_nvfp4:
+        if choice.recipe == "nvfp4" and not isinstance(wanted, RecipeFile | Recipe) and read.stores_nvfp4:
             recipe, notes = follow_allocation(model, read.decoder, read.names_in(read.decoder, tied=sections.tied))
             read.notes.extend(notes)
             model = replace(model, recipe=recipe)

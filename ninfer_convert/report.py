@@ -17,7 +17,7 @@ from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_convert.recipe_file import RecipeFile
 from ninfer_convert.source_facts import content_sha256, source_facts
 from ninfer_convert.sources.logical import LogicalCheckpoint
-from ninfer_format import TensorEntry
+from ninfer_format import Recipe, TensorEntry
 from ninfer_format.inventory import component_of
 
 SCHEMA = "ninfer.conversion/1"
@@ -54,7 +54,7 @@ def conversion_report(
         "arguments": {
             "source": str(options.source),
             "identity": str(options.identity) if options.identity else None,
-            "recipe": str(options.recipe) if options.recipe else None,
+            "recipe": _name_of(options.recipe),
             "model_id": options.model_id,
             "base": str(options.base) if options.base else None,
             "dflash": str(options.dflash) if options.dflash else None,
@@ -112,7 +112,11 @@ def _source(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
     }
 
 
-def _recipe(target: Target, wanted: str | RecipeFile | None) -> dict[str, Any]:
+def _name_of(recipe: str | RecipeFile | Recipe | None) -> str | None:
+    return recipe.name if isinstance(recipe, Recipe) else str(recipe) if recipe else None
+
+
+def _recipe(target: Target, wanted: str | RecipeFile | Recipe | None) -> dict[str, Any]:
     recipe = target.config.recipe
     document = {"name": recipe.name, "formats": dict(recipe.formats), "exceptions": dict(recipe.exceptions)}
     if not isinstance(wanted, RecipeFile):

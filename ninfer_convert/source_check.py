@@ -5,7 +5,7 @@ import numpy as np
 from ninfer_convert.allocation import Assignment, assign
 from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_faults, check_sources
 from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources
-from ninfer_convert.identity import Choice, config_differs
+from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, config_differs
 from ninfer_convert.plan_sources import PlanSources
 from ninfer_convert.prepacked_check import config_disagreements
 from ninfer_convert.problems import Problem
@@ -23,7 +23,7 @@ def check_beside(read: PlanSources, choice: Choice) -> None:
     if not read.stores_nvfp4:
         message = f"no decoder matrix of {read.prepacked.folder} is stored as NVFP4, which a base goes beside"
         read.problems.append(Problem("base-not-needed", message, "--base", "leave it out, or give the NVFP4 folder"))
-    elif choice.recipe in ("groupwise-int", "bf16", "w8"):
+    elif choice.recipe in BUILDABLE_RECIPES and choice.recipe != "nvfp4":
         message = f"recipe {choice.recipe!r} has no NVFP4 matrix, so nothing would come from {read.prepacked.folder}"
         read.problems.append(Problem("base-not-needed", message, "--base", "convert the base alone, or use nvfp4"))
     if read.prepacked.config is not None and read.checkpoint.config is not None and not choice.published:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_convert.makers import ContentMaker, CopyMaker, GroupedMaker, GroupedMseMaker, Maker
+from ninfer_convert.makers import ContentMaker, CopyMaker, GroupedMaker, GroupedMseMaker, Maker, located
 from ninfer_convert.nvfp4_makers import EncodedNvfp4Maker, PackedNvfp4Maker, input_divisor
 from ninfer_convert.plan import ConversionPlan
 from ninfer_convert.quantize.bad_value import BadValue
 from ninfer_convert.row_reader import RowReader
 from ninfer_convert.workspace import Workspace
-from ninfer_format import SourceError
 from ninfer_format.directory import Entry, TensorEntry
 from ninfer_format.formats import NUMERIC_FORMATS
 
@@ -70,13 +69,7 @@ class StoredObject:
         try:
             return (self._maker.measure if measuring else self._maker.encode)(begin, end, space)
         except BadValue as error:
-            raise self._bad_value(error) from None
-
-    def _bad_value(self, error: BadValue) -> SourceError:
-        assert self._maker.reader is not None
-        tensor, index = self._maker.reader.locate(error.row, error.column)
-        place = f"tensor {tensor!r} holds {error.value} at index {list(index)} (for {self.entry.name})"
-        return SourceError(f"{place}; {error.why}")
+            raise located(self._maker, self.entry.name, error) from None
 
     def finish_piece(self, number: int, result: Any) -> bool:
         """Record a piece as done; whether ``close_round`` is due, which the caller must then call. Not thread-safe."""
