@@ -3,14 +3,13 @@
 Groups lie across the first dimension, as blocks do in ``nvfp4_block.py``, which says why.
 """
 
-import sys
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ninfer_convert.quantize.scripted import scripted
 
 
 class Scratch(NamedTuple):
@@ -195,16 +194,6 @@ def search_rows(
     return True, sums
 
 
-@cache
 def scripted_search() -> Callable[..., Any]:
     """``search_rows`` under TorchScript, or as it is where that cannot be had."""
-    script = getattr(torch.jit, "script", None)
-    if script is None or sys.version_info >= (3, 14):
-        return search_rows
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            compiled: Callable[..., Any] = script(search_rows)
-        except (RuntimeError, NotImplementedError):
-            return search_rows
-    return compiled
+    return scripted(search_rows)

@@ -79,6 +79,7 @@ class GroupMseEncoder:
         self._one = torch.tensor(1.0, device=self.device)
         self._weights = lru_cache(maxsize=2)(lambda importance, group: importance.on(self.device, group))
 
+    @torch.inference_mode()
     def encode(
         self,
         rows: Rows,

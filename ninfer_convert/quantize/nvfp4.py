@@ -117,6 +117,7 @@ class Nvfp4Encoder:
         self._no_weights = torch.empty((16, 1, 0), device=self.device), torch.empty(0, device=self.device)
         self._weights = lru_cache(maxsize=2)(lambda importance: importance.on(self.device))
 
+    @torch.inference_mode()
     def encode(
         self,
         rows: Rows,
@@ -153,6 +154,7 @@ class Nvfp4Encoder:
         tile_scales(natural, out.scales)
         return sums
 
+    @torch.inference_mode()
     def settle(
         self, amax: np.float32, method: Method, sample: Sequence[Rows], importance: Importance | None = None
     ) -> MatrixChoice:

@@ -5,14 +5,13 @@ belongs to a block spreads over its lanes by plain broadcasting, and sums over l
 order. See ``ninfer_convert/quantize/block.py`` for why the loop is scripted on a CPU and plain on CUDA.
 """
 
-import sys
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ninfer_convert.quantize.scripted import scripted
 
 
 class Scratch(NamedTuple):
@@ -262,16 +261,6 @@ def encode_rows(
     return totals, figures
 
 
-@cache
 def scripted_rows() -> Callable[..., Any]:
     """``encode_rows`` under TorchScript, or as it is where that cannot be had."""
-    script = getattr(torch.jit, "script", None)
-    if script is None or sys.version_info >= (3, 14):
-        return encode_rows
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            compiled: Callable[..., Any] = script(encode_rows)
-        except (RuntimeError, NotImplementedError):
-            return encode_rows
-    return compiled
+    return scripted(encode_rows)
