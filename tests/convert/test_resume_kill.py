@@ -328,11 +328,11 @@ def test_workers_device_and_folder_name_may_change_between_runs(
 PROGRAM = """\
 import sys, time
 from ninfer_convert import stored_object
-plain = stored_object.StoredObject.encode_piece
+plain = stored_object.StoredObject.work
 def slowly(self, number, space):
     time.sleep(0.02)
     return plain(self, number, space)
-stored_object.StoredObject.encode_piece = slowly
+stored_object.StoredObject.work = slowly
 from ninfer_convert.cli import main
 sys.argv = ["ninfer-convert", "build", *sys.argv[1:]]
 main()
