@@ -234,7 +234,8 @@ def _sources(report: Report) -> str:
             for s in source.get("shards", ())
         ]
         table = _table(("file", "bytes", "SHA-256"), rows, "<><")
-        blocks.append(f"{_SOURCE_TITLES[role].capitalize()}: {name}{revision}.\n\n{table}")
+        title = _SOURCE_TITLES[role]
+        blocks.append(f"{title[0].upper()}{title[1:]}: {name}{revision}.\n\n{table}")
     if head := report.get("draft_head"):
         digest = f", SHA-256 {_code(head['ranking_sha256'])}" if head.get("ranking_sha256") else ""
         blocks.append(f"Draft head: {head['rows']:,} rows; ranking: {_text(head['ranking'])}{digest}.")
