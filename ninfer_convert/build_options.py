@@ -13,7 +13,7 @@ class BuildOptions:
     """What the user asked for; ``plan`` and ``build`` take the same options."""
 
     source: Path
-    """Checkpoint folder, or a Hub name (``org/name`` or ``org/name@revision``) that is in the local cache."""
+    """Checkpoint folder, GGUF file, ``hf://org/name``, or a Hub name that is in the local cache."""
     out: Path | None = None
     identity: Identity | None = None
     recipe: str | RecipeFile | Recipe | None = None
@@ -21,6 +21,8 @@ class BuildOptions:
     model_id: str | None = None
     dflash: Path | None = None
     ranking: Path | None = None
+    frontend: Path | None = None
+    """Folder of the frontend files; None: that of the checkpoint. A GGUF file needs one."""
     base: Path | None = None
     """The BF16 checkpoint beside a prepacked NVFP4 ``source``: config, frontend files, all that is not NVFP4."""
     method: str = "max"

@@ -32,6 +32,7 @@ class CheckOptions:
     method: str | None = None
     """None: whichever gives the first quantized matrices."""
     activation_stats: Path | None = None
+    frontend: Path | None = None
     everything: bool = False
     device: Device = "cpu"
     jobs: int = 0
@@ -101,6 +102,7 @@ def _plan_options(artifact: Artifact, options: CheckOptions) -> BuildOptions:
         options.source,
         identity=artifact.identity,
         recipe=None if artifact.identity in PUBLISHED else config.recipe,
+        frontend=options.frontend,
         base=options.base,
         dflash=options.dflash,
         ranking=options.ranking or options.artifact,

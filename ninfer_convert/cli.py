@@ -25,7 +25,8 @@ app = typer.Typer(
 )
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", show_default=False, help="Checkpoint folder, or a Hub name in the cache.")
+    Path,
+    typer.Argument(metavar="SOURCE", show_default=False, help="Checkpoint folder, hf://org/name, or a .gguf file."),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="The .ninfer file to write.")]
 IdentityText = Annotated[
@@ -47,6 +48,10 @@ MethodName = Annotated[
 ]
 Stats = Annotated[
     Path | None, typer.Option("--activation-stats", metavar="FILE", help="What `ninfer-run calibrate` wrote.")
+]
+FrontendFolder = Annotated[
+    Path | None,
+    typer.Option("--frontend", metavar="DIR", help="Folder of tokenizer and template; needed beside a GGUF file."),
 ]
 Ranking = Annotated[
     Path | None,
@@ -114,6 +119,7 @@ def plan(
     identity: IdentityText = None,
     recipe: Recipe = None,
     model_id: ModelId = None,
+    frontend: FrontendFolder = None,
     base: Base = None,
     dflash: Dflash = None,
     ranking: Ranking = None,
@@ -141,6 +147,7 @@ def plan(
         ranking,
         device,
         jobs,
+        frontend=frontend,
         base=base,
         method=method,
         activation_stats=activation_stats,
@@ -167,6 +174,7 @@ def build(
     identity: IdentityText = None,
     recipe: Recipe = None,
     model_id: ModelId = None,
+    frontend: FrontendFolder = None,
     base: Base = None,
     dflash: Dflash = None,
     ranking: Ranking = None,
@@ -196,6 +204,7 @@ def build(
         device,
         jobs,
         out=out,
+        frontend=frontend,
         base=base,
         method=method,
         activation_stats=activation_stats,

@@ -1,4 +1,4 @@
-"""Find the checkpoint: a local folder, a repository on the Hub, or a snapshot of one in the local Hub cache."""
+"""Find the checkpoint: a local folder or GGUF file, a repository on the Hub, or a snapshot of one in the Hub cache."""
 
 import re
 import unicodedata
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ninfer_convert.hub import HubName, Need, cached_snapshot, fetch, hub_cache
+from ninfer_convert.sources.gguf_header import SUFFIX, model_name
 from ninfer_format import SourceError, UsageError
 
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _FILE_ADVICE = {
     ".ninfer": "is already a .ninfer artifact; give the folder of the checkpoint it should be made from",
-    ".gguf": "is a GGUF file; this release converts safetensors checkpoints in BF16, F16 or F32",
     ".safetensors": "is one file; give the folder that also holds config.json and the tokenizer",
 }
 
@@ -24,10 +24,12 @@ class Location:
     name: str
     note: str | None = None
     """What a report should say about how it was found."""
+    gguf: Path | None = None
+    """The GGUF file that is the source; ``folder`` is then where it lies."""
 
 
 def locate(source: Path, need: Need = "values") -> Location:
-    """Resolve ``source``: a folder, ``hf://org/name[@revision]``, or such a name that the local cache holds.
+    """Resolve ``source``: a folder, a GGUF file, ``hf://org/name[@revision]``, or a name that the local cache holds.
 
     From the Hub at least what is ``need``-ed is there; see ``hub.fetch`` for its errors. UsageError or SourceError says
     what was found instead of a checkpoint folder.
@@ -37,6 +39,8 @@ def locate(source: Path, need: Need = "values") -> Location:
         return Location(fetched.folder, hub.name, fetched.note)
     if source.is_dir():
         return Location(source, _model_name(source))
+    if source.is_file() and source.suffix.lower() == SUFFIX:
+        return Location(source.parent, model_name(source.name), gguf=source)
     if source.exists():
         advice = _FILE_ADVICE.get(source.suffix.lower(), "is a file; give the folder of a safetensors checkpoint")
         raise SourceError(f"{source}: {advice}")

@@ -10,9 +10,12 @@ from ninfer_convert.families.qwen3_5 import Names, spelling
 from ninfer_convert.locate import locate
 from ninfer_convert.prepacked_check import published_obstacles
 from ninfer_convert.problems import Problem
+from ninfer_convert.source_facts import hub_origin
 from ninfer_convert.sources.adapters import open_checkpoint
+from ninfer_convert.sources.gguf import GgufSource, open_gguf
+from ninfer_convert.sources.gguf_frontend import compare_frontend
 from ninfer_convert.sources.logical import LogicalCheckpoint
-from ninfer_format import Identity
+from ninfer_format import Identity, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +26,24 @@ class PlanSources:
     name: str
     """What a person would call the model: folder or repository name of the source."""
     folder: Path
-    """Where config and frontend files lie."""
+    """Where the frontend files lie."""
     checkpoint: LogicalCheckpoint
     """The model's own: the base where there is one, otherwise the source."""
     prepacked: LogicalCheckpoint | None
     """The source, where there is a base."""
     dflash: LogicalCheckpoint | None
+    gguf: GgufSource | None
+    """The source, where it is a GGUF file."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def folders(self) -> list[Path]:
-        """Folders that are only read."""
-        return [c.folder for c in (self.checkpoint, self.prepacked, self.dflash) if c is not None]
+        """Folders that nothing is written into: a GGUF file outside a Hub cache may get neighbours."""
+        held = [c.folder for c in (self.checkpoint, self.prepacked, self.dflash) if c is not None]
+        if self.gguf is not None and hub_origin(self.checkpoint.folder)[0] is None:
+            held.remove(self.checkpoint.folder)
+        return held if self.options.frontend is None else [*held, self.folder]
 
     @property
     def decoder(self) -> LogicalCheckpoint:
@@ -63,11 +71,13 @@ class PlanSources:
 def open_sources(options: BuildOptions) -> PlanSources:
     """Open every checkpoint that ``options`` name; UsageError or SourceError if one is not there."""
     location = locate(options.source)
-    source = open_checkpoint(location.folder)
+    gguf = _open_gguf(location.gguf, options) if location.gguf is not None else None
+    source = gguf.checkpoint if gguf is not None else open_checkpoint(location.folder)
     base = open_checkpoint(locate(options.base).folder) if options.base is not None else None
     dflash = open_checkpoint(locate(options.dflash).folder) if options.dflash is not None else None
     own, prepacked = (source, None) if base is None else (base, source)
-    read = PlanSources(options, location.name, own.folder, own, prepacked, dflash)
+    frontend = locate(options.frontend, "files").folder if options.frontend is not None else own.folder
+    read = PlanSources(options, location.name, frontend, own, prepacked, dflash, gguf)
     read.problems.extend(own.problems)
     for label, other in (("NVFP4", prepacked), ("DFlash", dflash)):
         if other is not None:
@@ -77,4 +87,23 @@ def open_sources(options: BuildOptions) -> PlanSources:
             read.notes.extend(checkpoint.notes)
             if checkpoint.ignored:
                 read.notes.append(f"ignored, not named by the index: {', '.join(checkpoint.ignored)}")
+    if gguf is not None:
+        compare_frontend(gguf, frontend, read.problems, read.notes)
     return read
+
+
+def _open_gguf(path: Path, options: BuildOptions) -> GgufSource:
+    """Open a GGUF source; UsageError for options that do not go with one."""
+    if options.base is not None:
+        raise UsageError(f"--base goes beside a SOURCE stored as NVFP4, and {path} is a GGUF file")
+    if options.frontend is None:
+        raise UsageError(
+            f"{path}: an artifact stores tokenizer.json, tokenizer_config.json, chat_template.jinja and "
+            "generation_config.json byte for byte, and a GGUF file does not hold them; pass --frontend DIR with those "
+            "of the original model"
+        )
+    source = open_gguf(path)
+    parts = [source.checkpoint.folder / shard.file for shard in source.checkpoint.shards]
+    if options.out is not None and options.out.exists() and any(options.out.samefile(part) for part in parts):
+        raise UsageError(f"{options.out}: the output is the GGUF file that is read; choose another name")
+    return source

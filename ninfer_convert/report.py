@@ -56,6 +56,7 @@ def conversion_report(
             "identity": str(options.identity) if options.identity else None,
             "recipe": _name_of(options.recipe),
             "model_id": options.model_id,
+            "frontend": str(options.frontend) if options.frontend else None,
             "base": str(options.base) if options.base else None,
             "dflash": str(options.dflash) if options.dflash else None,
             "ranking": str(options.ranking) if options.ranking else None,
@@ -93,10 +94,11 @@ def dump_report(document: Mapping[str, Any]) -> bytes:
 
 def _source(checkpoint: LogicalCheckpoint) -> dict[str, Any]:
     return {
-        **source_facts(checkpoint.folder),
+        **(checkpoint.facts or source_facts(checkpoint.folder)),
         "folder": str(checkpoint.folder),
         "tensors": len(checkpoint.tensors),
         "dtypes": dict(Counter(ref.dtype for ref in checkpoint.tensors.values())),
+        "kinds": dict(Counter(ref.kind for ref in checkpoint.tensors.values())),
         "bytes": checkpoint.source_bytes,
         "shards": [
             {

@@ -20,6 +20,9 @@ ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", show_default=F
 Source = Annotated[
     Path, typer.Option("--source", metavar="DIR", show_default=False, help="The checkpoint that it was made from.")
 ]
+FrontendFolder = Annotated[
+    Path | None, typer.Option("--frontend", metavar="DIR", help="The folder of frontend files that it was built with.")
+]
 Base = Annotated[Path | None, typer.Option("--base", metavar="DIR", help="The BF16 checkpoint beside an NVFP4 source.")]
 Dflash = Annotated[Path | None, typer.Option("--dflash", metavar="DIR", help="Folder of the DFlash companion.")]
 Ranking = Annotated[
@@ -47,6 +50,7 @@ def register(app: typer.Typer) -> None:
 def check(
     artifact: ArtifactPath,
     source: Source,
+    frontend: FrontendFolder = None,
     base: Base = None,
     dflash: Dflash = None,
     ranking: Ranking = None,
@@ -62,7 +66,9 @@ def check(
     from ninfer_convert.check import CheckOptions
     from ninfer_convert.check import check as compare
 
-    options = CheckOptions(artifact, source, base, dflash, ranking, method, activation_stats, everything, device, jobs)
+    options = CheckOptions(
+        artifact, source, base, dflash, ranking, method, activation_stats, frontend, everything, device, jobs
+    )
     with progress_bytes(artifact.stat().st_size if artifact.is_file() else 0, "checking", quiet=quiet) as advance:
         result = compare(options, progress=advance)
     if as_json:

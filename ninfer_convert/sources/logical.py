@@ -175,6 +175,7 @@ class LogicalCheckpoint:
         unavailable: frozenset[str] = frozenset(),
         problems: Sequence[Any] = (),
         notes: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.files = files
         self.tensors = tensors
@@ -186,6 +187,8 @@ class LogicalCheckpoint:
         """Everything that is wrong with the files themselves."""
         self.notes = tuple(notes)
         """What a report should say about how the tensors are stored."""
+        self.facts = facts
+        """Members of ``source_facts.source_facts``, where files say them and not their folder."""
 
     @property
     def folder(self) -> Path:

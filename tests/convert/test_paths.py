@@ -68,7 +68,7 @@ def test_hub_name_that_is_not_cached_says_how_to_get_it(hub_cache: Path, plan_of
 def test_source_that_is_no_folder_is_refused_with_what_it_is(dense: TinyCheckpoint, plan_of: PlanOf) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         plan_of(dense.folder / "none")
-    for name, expected in (("x.ninfer", "already a .ninfer artifact"), ("x.gguf", "GGUF"), ("x.bin", "is a file")):
+    for name, expected in (("x.ninfer", "already a .ninfer artifact"), ("x.bin", "is a file")):
         (dense.folder / name).write_bytes(b"x")
         with pytest.raises(SourceError, match=expected):
             plan_of(dense.folder / name)
