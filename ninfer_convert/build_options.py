@@ -36,3 +36,5 @@ class BuildOptions:
     force: bool = False
     jobs: int = 0
     """Worker threads; 0 = one per usable CPU."""
+    headers_only: bool = False
+    """Of a source on the Hub download no weights: enough for a plan, not for what reads values."""

@@ -153,6 +153,7 @@ def plan(
         activation_stats=activation_stats,
         no_mtp=no_mtp,
         no_vision=no_vision,
+        headers_only=not values,
     )
     planned = make_plan(options)
     if values and not planned.problems and planned.target is not None:

@@ -118,10 +118,10 @@ def _cached(name: HubName) -> Fetched:
     folder = cached_snapshot(name.owner, name.name, name.revision)
     if folder is None:
         raise UsageError(
-            f"{name}: not in the cache {hub_cache()}, and HF_HUB_OFFLINE is set; unset it, or download the repository "
-            "first"
+            f"{name}: not in the cache {hub_cache()}, and offline mode is on (HF_HUB_OFFLINE); turn it off, or "
+            "download the repository first"
         )
-    return Fetched(folder, folder.name, f"{name} is commit {folder.name}, from the cache (HF_HUB_OFFLINE is set)")
+    return Fetched(folder, folder.name, f"{name} is commit {folder.name}, from the cache (offline mode is on)")
 
 
 def _snapshot(client: Any, name: HubName, revision: str | None, files: Sequence[str]) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ninfer_convert.allocation import stores_nvfp4
 from ninfer_convert.build_options import BuildOptions
 from ninfer_convert.families.qwen3_5 import Names, spelling
+from ninfer_convert.hub import Need
 from ninfer_convert.locate import locate
 from ninfer_convert.prepacked_check import published_obstacles
 from ninfer_convert.problems import Problem
@@ -70,14 +71,17 @@ class PlanSources:
 
 def open_sources(options: BuildOptions) -> PlanSources:
     """Open every checkpoint that ``options`` name; UsageError or SourceError if one is not there."""
-    location = locate(options.source)
+    # From the Hub a plan needs no weights.
+    need: Need = "headers" if options.headers_only and options.out is None else "values"
+    location = locate(options.source, need)
     gguf = _open_gguf(location.gguf, options) if location.gguf is not None else None
     source = gguf.checkpoint if gguf is not None else open_checkpoint(location.folder)
-    base = open_checkpoint(locate(options.base).folder) if options.base is not None else None
-    dflash = open_checkpoint(locate(options.dflash).folder) if options.dflash is not None else None
+    beside = [locate(path, need) if path is not None else None for path in (options.base, options.dflash)]
+    base, dflash = (open_checkpoint(other.folder) if other is not None else None for other in beside)
     own, prepacked = (source, None) if base is None else (base, source)
     frontend = locate(options.frontend, "files").folder if options.frontend is not None else own.folder
     read = PlanSources(options, location.name, frontend, own, prepacked, dflash, gguf)
+    read.notes.extend(found.note for found in (location, *beside) if found is not None and found.note is not None)
     read.problems.extend(own.problems)
     for label, other in (("NVFP4", prepacked), ("DFlash", dflash)):
         if other is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_convert.problems import Problem
+from ninfer_convert.source_facts import hub_origin
 from ninfer_convert.sources.logical import LogicalCheckpoint
 from ninfer_format import TensorEntry
 from ninfer_format.inventory import component_of
@@ -130,8 +131,11 @@ def to_json(plan: ConversionPlan) -> dict[str, Any]:
 
 
 def _source_json(checkpoint: LogicalCheckpoint, dflash: LogicalCheckpoint | None) -> dict[str, Any]:
+    repository, revision = hub_origin(checkpoint.folder)
     return {
         "folder": str(checkpoint.folder),
+        "repository": repository,
+        "revision": revision,
         "dflash": str(dflash.folder) if dflash else None,
         "tensors": len(checkpoint.tensors),
         "bytes": checkpoint.source_bytes,

@@ -95,7 +95,7 @@ def _artifact_files(source: Path) -> tuple[dict[str, bytes], int | None]:
 
 
 def _folder_files(source: Path) -> tuple[dict[str, bytes], int | None]:
-    folder = locate(source).folder
+    folder = locate(source, "files").folder
     files = {}
     for name in (TOKENIZER, TOKENIZER_CONFIG):
         if not (folder / name).is_file():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_convert.fingerprint import package_version
+from ninfer_convert.hub import spelled
 from ninfer_convert.journal import Finished
 from ninfer_convert.plan import ConversionPlan, Target
 from ninfer_convert.recipe_file import RecipeFile
@@ -52,13 +53,13 @@ def conversion_report(
             "directory_sha256": target.inventory.directory_sha256,
         },
         "arguments": {
-            "source": str(options.source),
+            "source": spelled(options.source),
             "identity": str(options.identity) if options.identity else None,
             "recipe": _name_of(options.recipe),
             "model_id": options.model_id,
             "frontend": str(options.frontend) if options.frontend else None,
-            "base": str(options.base) if options.base else None,
-            "dflash": str(options.dflash) if options.dflash else None,
+            "base": spelled(options.base) if options.base else None,
+            "dflash": spelled(options.dflash) if options.dflash else None,
             "ranking": str(options.ranking) if options.ranking else None,
             "method": options.method,
             "activation_stats": str(options.activation_stats) if options.activation_stats else None,

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ninfer_convert.allocation import Assignment, assign
+from ninfer_convert.checkpoint import HEADERS_ONLY
 from ninfer_convert.families.checks import OptionalPart, SourceRules, check_absent, check_faults, check_sources
 from ninfer_convert.families.qwen3_5 import Names, SourceMap, converted_prefixes, object_sources
 from ninfer_convert.identity import BUILDABLE_RECIPES, Choice, config_differs
@@ -114,6 +115,9 @@ def _check_tied(read: PlanSources, names: Names) -> None:
         read.notes.append(f"tied embeddings: the output head is made from {names.embedding}")
         return
     if any(p.where in (head.file, embedding.file) for p in read.checkpoint.problems):
+        return
+    if (read.folder / HEADERS_ONLY).exists():
+        read.notes.append(f"tied embeddings: {names.lm_head} is stored too; build compares it, headers do not tell")
         return
     try:
         difference = _tied_difference(read.checkpoint, head, embedding)

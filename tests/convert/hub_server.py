@@ -1,4 +1,4 @@
-"""A Hub on the loopback interface: as much of its protocol as huggingface_hub needs to list, read and download files."""
+"""A Hub on the loopback interface: as much of its protocol as huggingface_hub needs to list and download files."""
 
 from __future__ import annotations
 
@@ -175,7 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _row(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
-    row: dict[str, Any] = {"type": "file", "path": path.name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+    oid = hashlib.sha1(content).hexdigest()
+    row: dict[str, Any] = {"type": "file", "path": path.name, "size": len(content), "oid": oid}
     if path.suffix == ".safetensors":
         row["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return row
