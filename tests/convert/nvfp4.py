@@ -5,7 +5,8 @@ Written with ml_dtypes, without the code under test. Which matrices stay BF16 fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ KEPT = (
 )  # fmt: skip
 """Linears that the prepacked folder stores in BF16, besides in_proj_a and in_proj_b."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
-LINEARS = tuple(name for group in FUSED for name in group) + ("o_proj", "out_proj", "down_proj")
+LINEARS = (*(name for group in FUSED for name in group), "o_proj", "out_proj", "down_proj")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -139,9 +140,9 @@ class Pair:
         self.source.tensors |= stored(stem, matrix, self.tool)
 
 
-def linears(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def linears(names: Iterable[str]) -> Iterator[str]:
     """Stems of the decoder's linears that a quantizer would take."""
-    for name in shapes:
+    for name in names:
         if name.startswith(LAYERS) and name.split(".")[-2] in LINEARS:
             yield name.removesuffix(".weight")
 
@@ -153,7 +154,8 @@ def nvfp4_pair(
     rng, config = np.random.default_rng(seed), wide_config(moe=moe)
     plain: dict[str, Words] = {name: random_words(shape, rng) for name, shape in shapes_of(config).items()}
     base = TinyCheckpoint(folder / "base", config, plain, frontend_files())
-    source = TinyCheckpoint(folder / "nvfp4", config | {"quantization_config": QUANTIZATION}, dict(plain), {})
+    quantized = deepcopy(config | {"quantization_config": QUANTIZATION})
+    source = TinyCheckpoint(folder / "nvfp4", quantized, dict(plain), {})
     pair = Pair(source, base, {}, tool)
     globals_of: dict[str, tuple[float, float]] = {}
     for stem in list(linears(plain)):
