@@ -323,12 +323,12 @@ def _publish(out: Path, writer: ArtifactWriter, journal: Journal, report: bytes)
         staged.unlink(missing_ok=True)
         raise storage_error(error, staged, "writing the report") from None
     try:
-        writer.sync()
+        # The record counts only once the temporary is gone, which is when ``commit`` has synced and renamed it.
         journal.add_published(_file_facts(os.fstat(writer.descriptor)))
+        writer.commit()
     except DiskFullError:
         staged.unlink(missing_ok=True)
         raise
-    writer.commit()
     try:
         os.replace(staged, report_of(out))
         sync_folder(out.parent)
