@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,43 @@ sys.path.insert(0, str(ROOT))
 SCHEMA = "ninfer.bench-convert/1"
 BUILD = "from ninfer_convert.cli import main; main()"
 CHUNK_ROWS = 256
-HIDDEN, MLP, VOCAB_ROWS = 2560, 8704, 32768
+TEXT: Mapping[str, int] = {
+    "hidden_size": 2560,
+    "intermediate_size": 8704,
+    "vocab_size": 32768,
+    "head_dim": 256,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 24,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 
 
-def make_checkpoint(folder: Path, n_bytes: float) -> None:
-    """A dense checkpoint of at least ``n_bytes``: real names and proportions, normal weights, shards of about 1 GB."""
+def make_checkpoint(
+    folder: Path, n_bytes: float = 0.0, *, text: Mapping[str, int] = TEXT, layers: int | None = None
+) -> None:
+    """A dense checkpoint of ``layers`` layers, or of at least ``n_bytes``: real names, shards of about 1 GB.
+
+    ``text`` replaces sizes of its text config; weights are normal.
+    """
     import numpy as np
 
     from tests.convert.tiny import INDEX, frontend_files, model_config, shapes_of, write_safetensors
 
     config = model_config(moe=False)
-    text = config["text_config"]
-    text |= {"hidden_size": HIDDEN, "intermediate_size": MLP, "vocab_size": VOCAB_ROWS, "head_dim": 256}
-    text |= {"num_attention_heads": 12, "num_key_value_heads": 2, "linear_num_key_heads": 8}
-    text |= {"linear_num_value_heads": 24, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    config["vision_config"]["out_hidden_size"] = HIDDEN
-    layers = 0
-    while 2 * sum(int(np.prod(shape)) for shape in shapes_of(config).values()) < n_bytes or not layers:
-        layers += 4
-        text["num_hidden_layers"] = layers
-        text["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
+    sizes = config["text_config"]
+    sizes |= text
+    config["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
+
+    def stack(n_layers: int) -> None:
+        sizes["num_hidden_layers"] = n_layers
+        sizes["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * (n_layers // 4)
+
+    stack(layers or 4)
+    while layers is None and 2 * sum(int(np.prod(shape)) for shape in shapes_of(config).values()) < n_bytes:
+        stack(sizes["num_hidden_layers"] + 4)
     rng = np.random.default_rng(0)
     values = rng.standard_normal(1 << 26, np.float32) * np.float32(0.02)
     pool = (values.view(np.uint32) >> 16).astype(np.uint16)
