@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from ninfer_convert.export import ExportOptions, ExportResult, export, plan_export
 from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, make_plan
-from ninfer_format import Artifact, ArtifactWriter
+from ninfer_format import Artifact, ArtifactWriter, Identity, ModelConfig, plan_inventory
+from ninfer_format.published import CONFIG_RESOURCE, PUBLISHED
 
-_NUMPY = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_NUMPY: Mapping[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 Words = NDArray[Any]
 
 
@@ -57,5 +58,23 @@ def with_payloads(artifact: Path, out: Path, payloads: Mapping[str, bytes]) -> P
     with Artifact.open(artifact) as opened, ArtifactWriter(out, opened.directory) as writer:
         for name in opened.objects.names():
             writer.write(name, payloads.get(name, opened.payload(name)))
+        writer.commit()
+    return out
+
+
+def sparse_artifact(out: Path, config: ModelConfig, identity: Identity, files: dict[str, bytes]) -> Path:
+    """An artifact of any size whose tensors are holes."""
+    if identity in PUBLISHED:
+        inventory = plan_inventory(identity, resources={name: len(content) for name, content in files.items()})
+    else:
+        files = files | {CONFIG_RESOURCE: config.to_json()}
+        sizes = {name: len(content) for name, content in files.items()}
+        inventory = plan_inventory(config.geometry, config.recipe, identity=identity, resources=sizes)
+    with ArtifactWriter(out, inventory.directory) as writer:
+        for entry in inventory.objects:
+            if entry.name in files:
+                writer.write(entry.name, files[entry.name])
+            else:
+                writer.mark_written(entry.name)
         writer.commit()
     return out

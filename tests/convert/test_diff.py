@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ninfer_convert.checkpoint_view import view_checkpoint
 from ninfer_convert.diff import Comparison, Difference, diff
 from ninfer_convert.edit import apply as apply_edit
 from ninfer_convert.edit import plan_identity, plan_template
+from ninfer_convert.stored_rows import StoredRows
 from ninfer_format import Artifact, ArtifactWriter, Directory, Identity, ResourceEntry, TensorEntry, pack_tensor
 from ninfer_format.directory import Entry
 from ninfer_format.geometry import up
@@ -189,6 +191,34 @@ def test_parts_that_one_side_lacks_are_listed_and_the_rest_compared(
     assert all(name.startswith(("mtp/", "vision/", "frontend/")) for name in gone)
     assert found.tensors == ()
     assert {c.status for c in found.objects} == {"equal", "content", "only-first"}
+
+
+def test_split_and_fused_matrices_are_compared_as_checkpoint_tensors(
+    source: TinyCheckpoint, artifact: Path, tmp_path: Path
+) -> None:
+    """The dense NVFP4 recipe fuses what the others split; these shapes are too small for NVFP4 words, so all is W8."""
+    fused = artifact_of(source.folder, tmp_path / "y.ninfer", recipe="nvfp4")
+    found = compared(fused, artifact)
+    alone = {c.name for c in found.objects if c.status == "only-first"}
+    assert "text/layers/3/attention/query_key_gate_value" in alone
+    assert {c.name.rpartition("layers.")[2] for c in found.tensors} == {
+        *(f"{layer}.linear_attn.in_proj_{part}.weight" for layer in range(3) for part in ("qkv", "z")),
+        *(f"3.self_attn.{part}_proj.weight" for part in "qkv"),
+    }
+    with Artifact.open(fused) as a, Artifact.open(artifact) as b:
+        ours, theirs = (view_checkpoint(opened) for opened in (a, b))
+        with StoredRows(a) as left, StoredRows(b) as right:
+            for name in ("layers.3.self_attn.q_proj.weight", "layers.0.linear_attn.in_proj_qkv.weight"):
+                x, y = (
+                    next(t for t in view.tensors if t.name.endswith(name) and not t.name.startswith("mtp"))
+                    for view in (ours, theirs)
+                )
+                values, others = x.values(left, 0, x.n_rows), y.values(right, 0, y.n_rows)
+                comparison = next(c for c in found.tensors if c.name == x.name)
+                assert comparison.errors is not None
+                assert comparison.errors.max == np.abs(values.astype(np.float64) - others).max()
+                assert comparison.first == "W8G32_F16S"
+                assert comparison.second == "Q4G64_F16S + Q5G64_F16S"
 
 
 def test_one_changed_weight_is_found(source: TinyCheckpoint, artifact: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from ninfer_convert.json_member import replace_member
 from ninfer_format import (
     Artifact,
     ArtifactError,
-    ArtifactWriter,
     DiskFullError,
     Identity,
     InventoryError,
@@ -34,7 +33,7 @@ from ninfer_format.inventory import expected_inventory
 from ninfer_format.model_config import config_of, published_config
 from ninfer_format.published import CONFIG_RESOURCE, PUBLISHED, TOKENIZER_IDS, published
 from ninfer_format.recipes import recipe_for
-from tests.convert.exported import artifact_of
+from tests.convert.exported import artifact_of, sparse_artifact
 from tests.convert.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,24 +207,6 @@ def published_frontend(identity: Identity, n_ids: int = TOKENIZER_IDS) -> dict[s
     files = {name: b" " * resource.n_bytes for name, resource in published(identity).resources.items()}
     texts = {"frontend/tokenizer.json": {"model": {"vocab": {"a": 0, "b": n_ids - 1}}}, TOKENIZER_CONFIG: {}}
     return files | {name: json.dumps(text).encode().ljust(len(files[name])) for name, text in texts.items()}
-
-
-def sparse_artifact(out: Path, config: ModelConfig, identity: Identity, files: dict[str, bytes]) -> Path:
-    """An artifact of any size whose tensors are holes."""
-    if identity in PUBLISHED:
-        inventory = plan_inventory(identity, resources={name: len(content) for name, content in files.items()})
-    else:
-        files = files | {CONFIG_RESOURCE: config.to_json()}
-        sizes = {name: len(content) for name, content in files.items()}
-        inventory = plan_inventory(config.geometry, config.recipe, identity=identity, resources=sizes)
-    with ArtifactWriter(out, inventory.directory) as writer:
-        for entry in inventory.objects:
-            if entry.name in files:
-                writer.write(entry.name, files[entry.name])
-            else:
-                writer.mark_written(entry.name)
-        writer.commit()
-    return out
 
 
 @pytest.mark.parametrize("identity", PUBLISHED, ids=str)

@@ -20,9 +20,11 @@ import pytest
 from ninfer_convert.commands.export import size_in_bytes
 from ninfer_convert.export import REPORT
 from ninfer_convert.output_folder import OutputFolder
-from ninfer_format import DiskFullError, UsageError
-from tests.convert.exported import artifact_of, export_to
-from tests.convert.tiny import tiny_checkpoint
+from ninfer_format import DiskFullError, Identity, ModelConfig, UsageError
+from ninfer_format.model_geometry import geometry_from_config
+from ninfer_format.recipes import recipe_for
+from tests.convert.exported import artifact_of, export_to, sparse_artifact
+from tests.convert.tiny import text_config, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -188,6 +190,35 @@ def test_uncommitted_folder_is_removed(tmp_path: Path) -> None:
     with OutputFolder(tmp_path / "x", force=False, replaceable="mark") as folder:
         (folder.partial / "a").write_text("x")
     assert left(tmp_path) == []
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from ninfer_convert.export import ExportOptions, export, plan_export
+from ninfer_format import Artifact
+from tests.peak_memory import peak_rss_bytes
+with Artifact.open(sys.argv[1]) as opened:
+    plan = plan_export(opened, ExportOptions(Path(sys.argv[2]), sys.argv[3], jobs=2))
+    before = peak_rss_bytes()
+    export(plan)
+print(before, peak_rss_bytes(), plan.weight_bytes)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, dtype: str) -> None:
+    """Embedding and head of 100 MB each (200 in float32): no piece of them is larger than a few megabytes."""
+    text = text_config(moe=False) | {"hidden_size": 512, "vocab_size": 100_000, "mtp_num_hidden_layers": 0}
+    geometry = geometry_from_config(text, None, None, 128)
+    config = ModelConfig(text, None, None, None, recipe_for(geometry, "groupwise-int"), 128)
+    made = sparse_artifact(tmp_path / "x.ninfer", config, Identity("big", "mix"), {})
+    result = run(made, tmp_path / "back", dtype, program=MEASURED)
+    assert result.returncode == 0, result.stderr
+    before, after, weights = map(int, result.stdout.split())
+    print(f"{weights >> 20} MiB of weights, {(after - before) >> 20} MiB of memory more than before")
+    assert weights > 200_000_000
+    assert after - before < 64 << 20
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
