@@ -191,6 +191,7 @@ def _sizes(report: Report, tensors: Sequence[StoredTensor]) -> str:
 
 
 def _recipe(report: Report, tensors: Sequence[StoredTensor]) -> str:
+    summaries = role_summaries(tensors)
     rows = [
         (
             _code(role.role),
@@ -200,17 +201,22 @@ def _recipe(report: Report, tensors: Sequence[StoredTensor]) -> str:
             _figure(role.relative),
             f"{_figure(role.worst.error['relative'] if role.worst.error else 0.0)}{_on_layer(role.worst)}",
             _figure(role.largest),
+            "" if role.removed is None else f"{role.removed:.1%}",
         )
-        for role in role_summaries(tensors)
+        for role in summaries
     ]
+    searched = any(role.removed is not None for role in summaries)
     exact = sum(1 for tensor in tensors if tensor.error is None)
     if not rows:
         return f"All {exact:,} tensors are exact copies of the source."
-    head = ("role", "format", "tensors", "bits per weight", "error", "worst tensor", "largest error")
+    head = ("role", "format", "tensors", "bits per weight", "error", "worst tensor", "largest error", "search")
+    n_columns = len(head) if searched else len(head) - 1
     return (
-        _table(head, rows, "<<>>>>>")
+        _table(head[:n_columns], [row[:n_columns] for row in rows], "<<>>>>>>"[:n_columns])
         + "\n\nerror: norm of (stored − source) over norm of source, for all tensors of the role and for the worst; "
-        f"largest error: of a single weight. {exact:,} other tensors are exact copies."
+        "largest error: of a single weight. "
+        + ("search: share of the squared error that searching scales removed. " if searched else "")
+        + f"{exact:,} other tensors are exact copies."
     )
 
 
@@ -233,9 +239,11 @@ def _sources(report: Report) -> str:
             )
             for s in source.get("shards", ())
         ]
+        kinds = {kind: count for kind, count in (source.get("kinds") or {}).items() if kind != "plain"}
+        stored = "".join(f"; {count:,} tensors stored as {_text(kind)}" for kind, count in kinds.items())
         table = _table(("file", "bytes", "SHA-256"), rows, "<><")
         title = _SOURCE_TITLES[role]
-        blocks.append(f"{title[0].upper()}{title[1:]}: {name}{revision}.\n\n{table}")
+        blocks.append(f"{title[0].upper()}{title[1:]}: {name}{revision}{stored}.\n\n{table}")
     if head := report.get("draft_head"):
         digest = f", SHA-256 {_code(head['ranking_sha256'])}" if head.get("ranking_sha256") else ""
         blocks.append(f"Draft head: {head['rows']:,} rows; ranking: {_text(head['ranking'])}{digest}.")

@@ -19,11 +19,11 @@ MINIMUM_RUNTIME = "0.1.0"
 
 SOURCE_ROLES = ("source", "prepacked", "base", "dflash")
 """Members of a report that describe a checkpoint folder."""
-PATH_ARGUMENTS = ("source", "base", "dflash", "ranking", "activation_stats")
+PATH_ARGUMENTS = ("source", "frontend", "base", "dflash", "ranking", "activation_stats")
 """Arguments whose values are places on the machine that ran the build."""
 _UNSAID_ARGUMENTS = (*PATH_ARGUMENTS, "device", "recipe")
 """They do not decide a byte, or what they decide stands elsewhere in the manifest."""
-_SOURCE_MEMBERS = ("name", "repository", "revision", "licence", "config_sha256", "tensors", "dtypes", "bytes")
+_SOURCE_MEMBERS = ("name", "repository", "revision", "licence", "config_sha256", "tensors", "dtypes", "kinds", "bytes")
 _FILE_MEMBERS = ("file", "bytes", "tensors", "header_sha256", "sha256")
 
 
@@ -62,7 +62,9 @@ def artifact_manifest(report: Report, facts: ArtifactFacts) -> dict[str, Any]:
         "conversion": {
             "converter": {"package": "ninfer", "version": report["environment"].get("ninfer")},
             "recipe": report["recipe"],
-            "options": {k: v for k, v in report["arguments"].items() if k not in _UNSAID_ARGUMENTS},
+            "options": {
+                k: v for k, v in report["arguments"].items() if k not in _UNSAID_ARGUMENTS and not _is_path(k, v)
+            },
             "activations": report.get("activations"),
             "draft_head": report.get("draft_head"),
             "notes": lasting_notes(report["notes"]),
@@ -75,6 +77,10 @@ def artifact_manifest(report: Report, facts: ArtifactFacts) -> dict[str, Any]:
         },
         "frontend_sha256": {o["name"]: o["sha256"] for o in report["objects"] if o["name"].startswith("frontend/")},
     }
+
+
+def _is_path(name: str, value: Any) -> bool:
+    return name != "identity" and isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def lasting_notes(notes: Sequence[str]) -> list[str]:

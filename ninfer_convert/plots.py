@@ -224,6 +224,38 @@ def error_by_role(report: Report, tensors: Sequence[StoredTensor], roles: Sequen
     return figure
 
 
+def gain_by_role(report: Report, tensors: Sequence[StoredTensor], roles: Sequence[RoleSummary]) -> "Figure | None":
+    """How much of each role's squared error a search of scales removed; None if nothing was searched."""
+    searched = [role for role in roles if role.removed is not None]
+    if not searched:
+        return None
+    gains: dict[str, list[float]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.error is not None and "removed" in tensor.error:
+            gains[tensor.role].append(100 * tensor.error["removed"])
+    figure = _figure(0.26 * len(searched) + 1.4)
+    axes = figure.add_subplot()
+    for row, summary in enumerate(searched):
+        mean, least, most = 100 * (summary.removed or 0.0), min(gains[summary.role]), max(gains[summary.role])
+        axes.barh(row, mean, color=COLOURS.get(summary.formats[0], _MUTED), height=0.68)
+        if most > least:
+            axes.plot([least, most], [row, row], color=_INK, linewidth=1.4, marker="|", markersize=7)
+        axes.annotate(
+            f"{mean:.1f} %", (max(most, mean), row), (5, 0), textcoords="offset points", va="center", fontsize=8,
+            color=_INK,
+        )  # fmt: skip
+    _role_axis(axes, [summary.role for summary in searched])
+    axes.set_xlim(min(0.0, *(min(values) for values in gains.values())), 1.1 * max(map(max, gains.values())))
+    axes.set_xlabel("% of the squared error", fontsize=9, color=_INK)
+    _title(
+        axes,
+        "Error removed by searching scales",
+        "against scales from the largest magnitudes; line: least to most of one tensor",
+    )
+    _format_legend(axes, [format for summary in searched for format in summary.formats[:1]])
+    return figure
+
+
 def bits_per_weight(report: Report, tensors: Sequence[StoredTensor], roles: Sequence[RoleSummary]) -> "Figure":
     """Stored bits per weight of every role with matrices, split by format where layers differ."""
     by_role: dict[str, dict[str, list[int]]] = {}
@@ -320,6 +352,7 @@ _Maker = Callable[[Report, Sequence[StoredTensor], Sequence[RoleSummary]], "Figu
 _FIGURES: tuple[tuple[str, str, _Maker], ...] = (
     ("error-by-layer", "Error by layer and role", error_by_layer),
     ("error-by-role", "Error by role", error_by_role),
+    ("gain-by-role", "Error removed by searching scales", gain_by_role),
     ("bits-per-weight", "Bits per weight by role", bits_per_weight),
     ("size-by-component", "Size by component", size_by_component),
 )

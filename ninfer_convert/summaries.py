@@ -78,7 +78,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """All quantized objects of one role together; errors as in the report, over all their values."""
+    """All quantized objects of one role together; errors as in the report, over all their values.
+
+    ``removed`` is the mean share of squared error that a search took away, None where there was none.
+    """
 
     role: str
     formats: tuple[str, ...]
@@ -89,6 +92,7 @@ class RoleSummary:
     rms: float
     relative: float
     worst: StoredTensor
+    removed: float | None
 
     @property
     def bits_per_weight(self) -> float:
@@ -148,7 +152,14 @@ def _summary(role: str, own: Sequence[StoredTensor]) -> RoleSummary:
         math.sqrt(squares / n_values),
         math.sqrt(squares / source) if source else 0.0,
         max(errors, key=lambda pair: pair[1]["relative"])[0],
+        _mean_removed(errors),
     )
+
+
+def _mean_removed(errors: Sequence[tuple[StoredTensor, Mapping[str, float]]]) -> float | None:
+    searched = [(tensor.n_values, error["removed"]) for tensor, error in errors if "removed" in error]
+    n_values = sum(n for n, _ in searched)
+    return math.fsum(n * removed for n, removed in searched) / n_values if n_values else None
 
 
 def _source_rms(error: Mapping[str, float]) -> float:

@@ -18,7 +18,17 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ninfer_convert import plots
-from ninfer_convert.plots import bits_per_weight, check_folder, draw, error_by_layer, error_by_role, size_by_component
+from ninfer_convert.card import model_card
+from ninfer_convert.manifest import ArtifactFacts
+from ninfer_convert.plots import (
+    bits_per_weight,
+    check_folder,
+    draw,
+    error_by_layer,
+    error_by_role,
+    gain_by_role,
+    size_by_component,
+)
 from ninfer_convert.summaries import role_summaries, stored_tensors
 from ninfer_format import UsageError
 from tests.convert.published import built, planned_report
@@ -136,6 +146,21 @@ def test_bars_have_the_lengths_of_the_figures() -> None:
     total = sum(bar.get_width() for bar in bars(size)) * 2**30
     assert total == pytest.approx(sum(record["bytes"] for record in report["objects"]))
     assert labels(size, "y") == ["frontend", "text", "draft head", "MTP", "vision", "DFlash"]
+
+
+def test_gains_of_a_search_are_drawn_and_told(dense: TinyCheckpoint, tmp_path: Path) -> None:
+    report = built(dense.folder, tmp_path / "x.ninfer", method="mse")
+    files = draw(report, tmp_path / "plots")
+    assert "gain-by-role.png" in [path.name for path in files]
+    gains = {o["name"]: o["error"]["removed"] for o in report["objects"] if "error" in o}
+    axes = figure(gain_by_role, report).axes[0]
+    shown = dict(zip(labels(axes, "y"), (bar.get_width() for bar in bars(axes)), strict=True))
+    down = [gains[f"text/layers/{layer}/mlp/down"] for layer in range(4)]
+    assert shown["text/layers/*/mlp/down"] == pytest.approx(100 * sum(down) / 4)
+    assert shown["mtp/input_projection"] == pytest.approx(100 * gains["mtp/input_projection"])
+    card = model_card(report, ArtifactFacts("x.ninfer", 1, "0" * 64, 1, None))
+    assert f"| {gains['mtp/input_projection']:.1%} |" in card
+    assert "searching scales removed" in card
 
 
 def test_an_exact_artifact_has_no_error_pictures(dense: TinyCheckpoint, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, ConversionPlan, make_plan
 from ninfer_convert.recipe_file import RecipeFile, read_recipe_file, recipe_option, resolve
 from ninfer_format import Artifact, Identity, NinferError, Recipe, TensorEntry, UsageError, encode_tensor, verify
+from ninfer_format.activation_stats import site_of
 from ninfer_format.model_config import config_of
 from ninfer_format.model_geometry import ModelGeometry, geometry_from_config
 from ninfer_format.numeric.direct import widen_bf16
@@ -262,6 +263,27 @@ def test_recipe_is_stored_in_the_config_and_names_the_weights(
     assert file.sha256 == hashlib.sha256((tmp_path / "mixed.toml").read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("method", ["max", "mse"])
+def test_nvfp4_in_a_mixed_recipe_has_the_words_of_the_built_in_one(
+    method: str, recipe_file: Callable[..., RecipeFile], tmp_path: Path
+) -> None:
+    source = ROOT / "examples" / "tiny" / "dense"
+    file = recipe_file({"text/layers/*/mlp/*": "NVFP4", "text/layers/2/mlp/down": "Q6"}, base="w8", fused=True)
+    for name, recipe in (("mixed", file), ("pure", "nvfp4")):
+        plan = make_plan(BuildOptions(source, tmp_path / f"{name}.ninfer", recipe=recipe, method=method))
+        assert plan.problems == ()
+        build(plan)
+    with Artifact.open(tmp_path / "mixed.ninfer") as mixed, Artifact.open(tmp_path / "pure.ninfer") as pure:
+        packed = [e.name for e in mixed.objects if isinstance(e, TensorEntry) and e.format == "NVFP4"]
+        assert len(packed) == 7
+        scalars = [site_of(name) or "" for name in packed]
+        assert all(name.endswith("/input_scale_divisor") for name in scalars)
+        for name in (*packed, *scalars):
+            assert bytes(mixed.payload(name)) == bytes(pure.payload(name)), name
+        assert "text/layers/2/mlp/down_projection/input_scale_divisor" not in mixed.objects.names()
+    assert verify(tmp_path / "mixed.ninfer", level="numeric").ok
+
+
 def test_problems_of_a_recipe_are_problems_of_the_plan(
     dense: TinyCheckpoint, recipe_file: Callable[..., RecipeFile], plan_of: PlanOf
 ) -> None:
@@ -285,7 +307,9 @@ def test_w8_stores_every_matrix_near_losslessly(tiny: TinyCheckpoint, plan_of: P
     assert max(errors) < 0.006
 
 
-@pytest.mark.parametrize(("example", "kind"), [("dense-quality", "dense"), ("moe-quality", "moe")])
+@pytest.mark.parametrize(
+    ("example", "kind"), [("dense-quality", "dense"), ("dense-nvfp4", "dense"), ("moe-quality", "moe")]
+)
 def test_example_recipes_convert_the_tiny_models(example: str, kind: str, tmp_path: Path) -> None:
     file = read_recipe_file(ROOT / "examples" / "recipes" / f"{example}.toml")
     plan = make_plan(BuildOptions(ROOT / "examples" / "tiny" / kind, tmp_path / "x.ninfer", recipe=file))
@@ -296,7 +320,11 @@ def test_example_recipes_convert_the_tiny_models(example: str, kind: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("example", "identity"),
-    [("dense-quality", "qwen3.6-27b/groupwise-int"), ("moe-quality", "qwen3.6-35b-a3b/groupwise-int")],
+    [
+        ("dense-quality", "qwen3.6-27b/groupwise-int"),
+        ("dense-nvfp4", "qwen3.6-27b/nvfp4"),
+        ("moe-quality", "qwen3.6-35b-a3b/groupwise-int"),
+    ],
 )
 def test_example_recipes_fit_the_published_geometries(example: str, identity: str) -> None:
     resolved(read_recipe_file(ROOT / "examples" / "recipes" / f"{example}.toml"), published_geometry(identity))
