@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,12 @@ import numpy as np
 import pytest
 
 from ninfer_convert.check import CheckOptions, CheckResult, check
+from ninfer_convert.cli import app
 from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, ConversionPlan, make_plan
 from ninfer_convert.problems import PlanError
 from ninfer_convert.recipe_file import recipe_option
-from ninfer_format import Artifact, TensorEntry
+from ninfer_format import Artifact, TensorEntry, UsageError
 from ninfer_format.formats import NUMERIC_FORMATS, blockscale_planes, row_split_planes
 from tests.convert.nvfp4 import Pair, nvfp4_pair
 from tests.convert.test_nvfp4_encode_build import wide
@@ -201,25 +200,29 @@ def test_artifact_of_another_checkpoint_or_with_another_directory_differs(
         checked(out, dense.folder)
 
 
-def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ninfer_convert.cli", "check", *map(str, arguments)]
-    program = "from ninfer_convert.cli import main; main()"
-    return subprocess.run([words[0], "-c", program, *words[3:]], capture_output=True, text=True, check=False)
-
-
-def test_command_says_what_it_compared_and_exits_by_the_result(pair: Pair, imported: bytes, tmp_path: Path) -> None:
+def test_command_says_what_it_compared_and_exits_by_the_result(
+    pair: Pair, imported: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.ninfer"
     path.write_bytes(imported)
-    sources = ("--source", pair.source.folder, "--base", pair.base.folder)
-    run = command(path, *sources)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "equal" in run.stdout
-    assert "--all compares everything" in run.stdout
+
+    def command(*options: str) -> tuple[int, str]:
+        words = ["check", str(path), "--source", str(pair.source.folder), "--base", str(pair.base.folder), *options]
+        return app(words, standalone_mode=False), capsys.readouterr().out
+
+    code, text = command()
+    assert code == 0
+    assert "equal" in text
+    assert "--all compares everything" in text
     flip(path, "text/token_embedding", 1)
-    run = command(path, *sources, "--all", "--json")
-    document = json.loads(run.stdout)
-    assert run.returncode == 1
+    code, text = command("--all", "--json")
+    document = json.loads(text)
+    assert code == 1
     assert (document["schema"], document["equal"], document["all"]) == ("ninfer.check/1", False, True)
     assert [m["name"] for m in document["mismatches"]] == ["text/token_embedding"]
-    assert command(path, *sources, "--quiet").stdout == ""
-    assert command(tmp_path / "none.ninfer", *sources).returncode == 2
+    assert command("--quiet") == (1, "")
+    code, text = command()
+    assert "text/token_embedding: the codes differ in row 0" in text
+    path.unlink()
+    with pytest.raises(UsageError):
+        command()
