@@ -330,7 +330,7 @@ import sys, time
 from ninfer_convert import stored_object
 plain = stored_object.StoredObject.work
 def slowly(self, number, space):
-    time.sleep(0.02)
+    time.sleep(0.2)
     return plain(self, number, space)
 stored_object.StoredObject.work = slowly
 from ninfer_convert.cli import main
@@ -345,10 +345,11 @@ def test_interrupt_exits_130_and_the_same_command_with_resume_completes(
     out = tmp_path / "x.ninfer"
     command = [sys.executable, "-c", PROGRAM, str(dense.folder), str(out)]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not journal_of(out).exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not (journal_of(out).exists() and b'"object"' in journal_of(out).read_bytes()):
+        assert time.monotonic() < deadline
+        assert running.poll() is None
         time.sleep(0.02)
-    time.sleep(0.3)
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=60)
     assert running.returncode == 130
