@@ -128,12 +128,15 @@ def _text(metadata: _Metadata, architecture: Architecture, shapes: Mapping[str, 
     text["num_hidden_layers"] = max(1, metadata.integer("block_count") - text["mtp_num_hidden_layers"])
     text["layer_types"] = _layer_types(metadata, text["num_hidden_layers"], shapes)
     text["num_key_value_heads"] = _kv_heads(metadata, text["layer_types"])
+    keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    if values % keys:
+        metadata.fault("ssm.time_step_rank", values, f"a multiple of ssm.group_count ({keys})")
     inner = metadata.integer("ssm.inner_size")
-    if inner % text["linear_num_value_heads"]:
-        metadata.fault("ssm.inner_size", inner, f"a multiple of {text['linear_num_value_heads']} value heads")
-    text["linear_value_head_dim"] = max(1, inner // text["linear_num_value_heads"])
-    if (values := metadata.get("attention.value_length")) not in (None, text["head_dim"]):
-        metadata.fault("attention.value_length", values, f"attention.key_length ({text['head_dim']})")
+    if inner % values:
+        metadata.fault("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({values})")
+    text["linear_value_head_dim"] = max(1, inner // values)
+    if (width := metadata.get("attention.value_length")) not in (None, text["head_dim"]):
+        metadata.fault("attention.value_length", width, f"attention.key_length ({text['head_dim']})")
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) == 2:
         text["vocab_size"] = embedding[0]

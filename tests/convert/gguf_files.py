@@ -183,25 +183,23 @@ def write_gguf(
     choose: Choose = lambda name, shape: "F32",
     tokens: list[str] | None = None,
     template: str | None = None,
-    **split: int,
+    extra: Mapping[str, Any] | None = None,
+    split_max_tensors: int = 0,
 ) -> dict[str, tuple[str, Floats]]:
-    """Write a GGUF file; for every tensor its type and what the package decodes it to.
+    """Write a GGUF file, or several; for every tensor its type and what the package decodes it to.
 
     A tensor may also be given as raw blocks and the name of their type.
     """
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in fields.items():
-        full = f"{architecture}.{key}"
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
+    for key, value in {**{f"{architecture}.{k}": v for k, v in fields.items()}, **(extra or {})}.items():
         if isinstance(value, list):
-            writer.add_array(full, value)
+            writer.add_array(key, value)
         elif isinstance(value, float):
-            writer.add_float32(full, value)
+            writer.add_float32(key, value)
         elif isinstance(value, str):
-            writer.add_string(full, value)
-        else:
-            writer.add_uint32(full, value)
-    for key, number in split.items():
-        writer.add_uint16(key.replace("_", "."), number)
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
     if tokens is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(tokens)
@@ -230,20 +228,33 @@ def of_checkpoint(
     choose: Choose = lambda name, shape: "F32",
     *,
     fused: bool = False,
+    change: Callable[[dict[str, Any]], None] = lambda tensors: None,
+    architecture: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    split_max_tensors: int = 0,
     **fields: Any,
 ) -> dict[str, tuple[str, Floats]]:
-    """The GGUF file of a tiny checkpoint."""
+    """The GGUF file of a tiny checkpoint, its tensors edited by ``change``; ``fields`` replace metadata, None omits."""
     values = {name: floats(words) for name, words in checkpoint.tensors.items()}
+    tensors: dict[str, Any] = dict(gguf_tensors(checkpoint.config, values, fused=fused))
+    change(tensors)
     moe = "num_experts" in checkpoint.config["text_config"]
     return write_gguf(
         path,
-        gguf_tensors(checkpoint.config, values, fused=fused),
-        metadata(checkpoint.config) | fields,
-        architecture="qwen35moe" if moe else "qwen35",
+        tensors,
+        metadata(checkpoint.config) | {key.replace("__", "."): value for key, value in fields.items()},
+        architecture=architecture or ("qwen35moe" if moe else "qwen35"),
         choose=choose,
         tokens=token_list(checkpoint.frontend, checkpoint.config["text_config"]["vocab_size"]),
         template=checkpoint.frontend["chat_template.jinja"].decode(),
+        extra=extra,
+        split_max_tensors=split_max_tensors,
     )
+
+
+def matrices_as(kind: str) -> Choose:
+    """``kind`` for matrices, F32 for vectors and the convolution, as llama.cpp chooses."""
+    return lambda name, shape: kind if len(shape) > 1 and "conv1d" not in name else "F32"
 
 
 def encode(values: Floats, kind: str) -> tuple[Any, str]:

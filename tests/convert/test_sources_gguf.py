@@ -1,0 +1,600 @@
+"""GGUF sources: llama.cpp's layout undone, rows decoded as the package does, refusals by name, and answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import MODEL_ARCH, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES
+
+from ninfer_convert.check import CheckOptions, check
+from ninfer_convert.cli import app
+from ninfer_convert.pipeline import build
+from ninfer_convert.plan import BuildOptions, ConversionPlan, Problem, make_plan
+from ninfer_convert.sources.adapters import open_checkpoint
+from ninfer_convert.sources.gguf import TYPES, open_gguf
+from ninfer_convert.sources.gguf_names import DRAFT, GATE, LAYER, TOP, UP, Heads
+from ninfer_format import Artifact, MissingExtraError, SourceError, TensorEntry, UsageError, encode_tensor
+from ninfer_runtime.config import EngineConfig, SamplingParams
+from ninfer_runtime.engine.engine import Engine
+from ninfer_runtime.engine.sequence import Request
+from ninfer_runtime.text.frontend import Frontend
+from ninfer_runtime.text.messages import parse_conversation
+from ninfer_runtime.text.stream import join
+from tests.convert.fp8 import floats
+from tests.convert.gguf_files import (
+    Floats,
+    encode,
+    gguf_tensors,
+    matrices_as,
+    metadata,
+    of_checkpoint,
+    token_list,
+    write_gguf,
+)
+from tests.convert.tiny import TinyCheckpoint, random_words, shapes_of, tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "model.language_model."
+LAYERS = f"{TEXT}layers."
+Q8_DOWN = "blk.1.ffn_down.weight"
+
+
+def wide(folder: Path, *, moe: bool = False, seed: int = 0, key_heads: int = 2) -> TinyCheckpoint:
+    """A text-only checkpoint whose rows are whole K blocks, with three or more value heads per key head."""
+    checkpoint = tiny_checkpoint(folder, moe=moe)
+    text = checkpoint.config["text_config"]
+    text |= {"hidden_size": 256, "head_dim": 64, "linear_num_key_heads": key_heads, "linear_num_value_heads": 8}
+    text["linear_value_head_dim"] = 32
+    text |= {"num_experts": 3, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512} if moe else {}
+    text |= {} if moe else {"intermediate_size": 512}
+    text["rope_parameters"]["mrope_section"] = [4, 2, 2]
+    checkpoint.config["vision_config"] = None
+    rng = np.random.default_rng(seed)
+    checkpoint.tensors = {name: random_words(shape, rng) for name, shape in shapes_of(checkpoint.config).items()}
+    for name, words in checkpoint.tensors.items():
+        if name.endswith("norm.weight") or "_norm_" in name:
+            words[np.abs(floats(words)) < 2.0**-16] = 0  # what w + 1 in float32 cannot hold
+    return checkpoint.save()
+
+
+def plan_gguf(path: Path, frontend: TinyCheckpoint | Path, **options: Any) -> ConversionPlan:
+    folder = frontend if isinstance(frontend, Path) else frontend.folder
+    return make_plan(BuildOptions(path, frontend=folder, **options))
+
+
+def only(plan: ConversionPlan) -> Problem:
+    assert len(plan.problems) == 1, "\n".join(map(str, plan.problems))
+    return plan.problems[0]
+
+
+# Names and layout
+
+
+@pytest.mark.parametrize("architecture", [MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE])
+def test_every_tensor_of_the_architecture_is_known_under_the_packages_name(architecture: MODEL_ARCH) -> None:
+    layer = {re.sub(r"\.(weight|bias)$", "", name) for name in (*LAYER, GATE, UP)}
+    top = {name.removesuffix(".weight") for name in TOP}
+    theirs = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[architecture]}
+    assert {name.removeprefix("blk.{bid}.") for name in theirs if name.startswith("blk")} <= layer
+    assert {name for name in theirs if not name.startswith("blk")} == top
+
+
+def test_draft_layer_has_the_packages_names() -> None:
+    draft = (MODEL_TENSOR.NEXTN_EH_PROJ, MODEL_TENSOR.NEXTN_ENORM, MODEL_TENSOR.NEXTN_HNORM)
+    names = {TENSOR_NAMES[t] for t in (*draft, MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM)}
+    assert {f"blk.{{bid}}.{name.removesuffix('.weight')}" for name in DRAFT} == names
+
+
+def test_value_heads_are_grouped_again() -> None:
+    """Two key heads with three value heads each: k0v0 k1v0 k0v1 k1v1 k0v2 k1v2 becomes k0v0 k0v1 k0v2 k1v0 …"""
+    assert Heads(4, 2, 6, 16, 2).grouped(1).tolist() == [0, 2, 4, 1, 3, 5]
+    assert Heads(4, 2, 6, 16, 2).grouped(2).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
+def test_float_file_gives_the_words_it_was_made_of(
+    tmp_path: Path, fresh_seed: int, moe: bool, fused: bool, key_heads: int
+) -> None:
+    """Norms plus one, -exp(A_log) and every permutation, undone to the bit."""
+    checkpoint = wide(tmp_path / "c", moe=moe, seed=fresh_seed, key_heads=key_heads)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, fused=fused)
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        assert source.problems == source.faults == ()
+        assert source.tensors.keys() == checkpoint.tensors.keys()
+        for name, words in checkpoint.tensors.items():
+            assert source.tensors[name].shape == words.shape
+            assert np.array_equal(source.read_words(name), words.reshape(-1, words.shape[-1])), name
+
+
+def test_tiny_norm_weights_come_back_within_the_float32_of_one_plus_them(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    name = f"{TEXT}norm.weight"
+    values = np.geomspace(2.0**-30, 1, 256).astype(np.float32)
+    checkpoint.tensors[name] = (values.view(np.uint32) >> 16).astype(np.uint16)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        found, expected = source.read_floats(name).reshape(-1), floats(checkpoint.tensors[name])
+        assert np.abs(found - expected).max() <= 2.0**-24
+        exact = expected >= 2.0**-16
+        assert np.array_equal(source.read_words(name)[0, exact], checkpoint.tensors[name][exact])
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_transformers_reads_the_same_values(tmp_path: Path, fresh_seed: int, moe: bool) -> None:
+    """An independent reader of llama.cpp's layout, and of its metadata."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    checkpoint = wide(tmp_path / "c", moe=moe, seed=fresh_seed)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as("BF16"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        assert source.config is not None
+        for member, value in source.config["text_config"].items():
+            if member in model.config.to_dict() and member not in ("dtype", "rope_parameters", "rms_norm_eps"):
+                assert model.config.to_dict()[member] == value, member
+        assert np.float32(source.config["text_config"]["rms_norm_eps"]) == np.float32(model.config.rms_norm_eps)
+        assert model.config.rope_parameters.items() <= source.config["text_config"]["rope_parameters"].items()
+        for name, values in model.state_dict().items():
+            ours = source.read_floats(name.replace("model.", TEXT, 1)).reshape(values.shape)
+            assert np.abs(ours - values.numpy()).max() <= 2e-7, name
+
+
+def test_config_is_the_checkpoints(tmp_path: Path) -> None:
+    for moe in (False, True):
+        checkpoint = wide(tmp_path / f"{moe}", moe=moe)
+        of_checkpoint(tmp_path / "m.gguf", checkpoint)
+        config = open_gguf(tmp_path / "m.gguf").checkpoint.config
+        assert config is not None
+        text = checkpoint.config["text_config"]
+        found = config["text_config"]
+        assert {key: found[key] for key in text if key != "rope_parameters"} == {
+            key: text[key] for key in text if key != "rope_parameters"
+        }
+        assert text["rope_parameters"].items() <= found["rope_parameters"].items()
+        assert config["architectures"] == [f"Qwen3_5{'Moe' if moe else ''}ForCausalLM"]
+
+
+def test_key_value_heads_may_be_listed_per_layer(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, attention__head_count_kv=[0, 0, 0, 2, 2])
+    assert plan_gguf(tmp_path / "m.gguf", checkpoint).require().config.geometry.text.n_kv_heads == 2
+
+
+# Values
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_are_what_the_package_decodes(tmp_path: Path, fresh_seed: int, kind: str) -> None:
+    """Laid out forwards again, every quantized value is the package's, from whatever rows are read."""
+    checkpoint = wide(tmp_path / "c", moe=True, seed=fresh_seed)
+    decoded = of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as(kind))
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        values = {n: source.read_floats(n).reshape(t.shape) for n, t in source.tensors.items()}
+        again = gguf_tensors(checkpoint.config, values)
+        assert again.keys() == decoded.keys()
+        for name, (stored, expected) in decoded.items():
+            if stored == "F32":
+                np.testing.assert_allclose(again[name], expected, rtol=2e-7, atol=6e-8)
+            else:
+                assert np.array_equal(again[name], expected.reshape(again[name].shape)), name
+        rng = np.random.default_rng(fresh_seed)
+        for name in (f"{LAYERS}0.linear_attn.in_proj_qkv.weight", f"{LAYERS}2.mlp.experts.gate_up_proj"):
+            rows = values[name].reshape(-1, values[name].shape[-1])
+            for _ in range(8):
+                begin, end = sorted(rng.choice(len(rows) + 1, 2, replace=False).tolist())
+                assert np.array_equal(source.read_floats(name, begin, end - begin), rows[begin:end])
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "BF16"])
+@pytest.mark.parametrize("recipe", ["groupwise-int", "bf16"])
+@pytest.mark.parametrize("moe", [False, True])
+def test_objects_are_encoded_from_the_decoded_float32(tmp_path: Path, kind: str, recipe: str, moe: bool) -> None:
+    checkpoint = wide(tmp_path / "c", moe=moe)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as(kind))
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "x.ninfer", recipe=recipe)
+    target = plan.require()
+    with Artifact.open(build(plan, step_lanes=2048).path) as artifact, plan.checkpoint as source:
+        for entry, made in zip(target.inventory.objects, target.sources, strict=True):
+            if not isinstance(entry, TensorEntry) or not made.runs:
+                continue
+            rows = [source.read_floats(r.tensor, r.begin, r.count, row_width=made.row_width) for r in made.runs]
+            matrix = np.concatenate(rows)
+            if made.transform == "draft_rows":
+                assert target.draft_ids is not None
+                matrix = matrix[target.draft_ids]
+            elif made.transform == "conv_transpose":
+                matrix = np.ascontiguousarray(matrix.T)
+            elif made.transform == "widen":
+                matrix = source.read_words(made.tensors[0]).astype(np.uint32).__lshift__(16).view(np.float32)
+            expected = encode_tensor(matrix.reshape(entry.shape), entry.format, entry.layout)
+            assert bytes(artifact.payload(entry.name)) == expected, entry.name
+
+
+def test_bf16_file_and_its_checkpoint_give_the_same_artifact(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "c.gguf", checkpoint, matrices_as("BF16"))
+    ours = build(plan_gguf(tmp_path / "c.gguf", checkpoint, out=tmp_path / "a.ninfer")).path
+    theirs = build(make_plan(BuildOptions(checkpoint.folder, tmp_path / "b.ninfer"))).path
+    with Artifact.open(ours) as a, Artifact.open(theirs) as b:
+        different = [e.name for e in a.objects if bytes(a.payload(e.name)) != bytes(b.payload(e.name))]
+    assert different == ["model/config.json"]
+
+
+def test_split_file_is_opened_by_any_part(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    decoded = of_checkpoint(tmp_path / "m.gguf", checkpoint, split_max_tensors=30)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert [p.name for p in parts] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    for part in parts:
+        plan = plan_gguf(part, checkpoint)
+        assert plan.problems == ()
+        assert len(plan.checkpoint.tensors) == len(decoded)
+        assert str(plan.require().identity) == "m/groupwise-int"
+    parts[1].unlink()
+    problem = only(plan_gguf(parts[0], checkpoint))
+    assert problem.code == "missing-shard"
+    assert parts[1].name in problem.message
+    parts[2].rename(parts[1])
+    parts[0].rename(parts[2])
+    parts[1].rename(parts[0])
+    parts[2].rename(parts[1])
+    assert [p.code for p in plan_gguf(parts[0], checkpoint).problems] == ["missing-shard"]
+
+
+def test_parts_under_swapped_names_are_refused(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, split_max_tensors=40)
+    one, two = sorted(tmp_path.glob("m-*.gguf"))
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    problems = plan_gguf(one, checkpoint).problems
+    assert {p.code for p in problems} == {"bad-gguf"}
+    assert "part 1 of 2" in problems[0].message
+
+
+# Models with less
+
+
+def test_file_without_draft_layer_gives_none(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    checkpoint.config["text_config"]["mtp_num_hidden_layers"] = 0
+    checkpoint.tensors = {n: w for n, w in checkpoint.tensors.items() if not n.startswith("mtp.")}
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint)
+    assert plan.problems == ()
+    assert plan.require().config.geometry.text.mtp_layers == 0
+
+
+def test_draft_layer_can_be_left_out(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    assert plan_gguf(tmp_path / "m.gguf", checkpoint, no_mtp=True).require().config.geometry.text.mtp_layers == 0
+
+
+def test_file_without_output_matrix_is_tied(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    del checkpoint.tensors["lm_head.weight"]
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as("Q8_0"))
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint)
+    assert plan.problems == ()
+    head = next(s for s in plan.require().sources if s.name == "text/output_head")
+    assert head.tensors == (f"{TEXT}embed_tokens.weight",)
+
+
+# What is said
+
+
+def test_report_and_notes_mark_a_quantized_file(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "Model Q4_K_M.gguf", checkpoint, matrices_as("Q4_K"), extra={"general.license": "mit"})
+    plan = plan_gguf(tmp_path / "Model Q4_K_M.gguf", checkpoint, out=tmp_path / "x.ninfer")
+    assert any("quantized GGUF file" in note and "rounded before" in note for note in plan.notes)
+    assert any("no vision tower" in note for note in plan.notes)
+    report = json.loads(build(plan).report_path.read_text())
+    assert report["identity"] == "model-q4_k_m/groupwise-int"
+    assert any("quantized GGUF file" in note for note in report["notes"])
+    assert report["source"]["kinds"]["GGUF Q4_K"] > 20
+    assert report["source"]["dtypes"].keys() == {"GGUF F32", "GGUF Q4_K"}
+    assert report["source"]["licence"] == {"id": "mit", "name": None, "link": None, "files": []}
+    assert report["arguments"]["frontend"] == str(checkpoint.folder)
+    assert [shard["file"] for shard in report["source"]["shards"]] == ["Model Q4_K_M.gguf"]
+
+
+def test_published_identity_is_not_made_of_a_gguf_file(tmp_path: Path) -> None:
+    from ninfer_convert.families.checks import SourceRules, check_sources
+
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as("BF16"))
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        problems: list[Problem] = []
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+        check_sources(source, shapes, (), SourceRules(True, False, (), ()), problems, [])
+    assert {p.code for p in problems} == {"wrong-dtype"}
+    assert any("GGUF BF16" in p.message for p in problems)
+
+
+# Frontend files
+
+
+def test_frontend_folder_is_required_and_the_message_says_why(tmp_path: Path) -> None:
+    of_checkpoint(tmp_path / "m.gguf", wide(tmp_path / "c"))
+    with pytest.raises(UsageError, match="--frontend DIR") as refused:
+        make_plan(BuildOptions(tmp_path / "m.gguf"))
+    assert "byte for byte" in str(refused.value)
+
+
+def test_base_does_not_go_beside_a_gguf_file(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    with pytest.raises(UsageError, match="--base"):
+        plan_gguf(tmp_path / "m.gguf", checkpoint, base=checkpoint.folder)
+
+
+def test_frontend_of_another_model_is_refused(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    path = checkpoint.folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"t17": 17', '"other": 17'))
+    problem = only(plan_gguf(tmp_path / "m.gguf", checkpoint))
+    assert (problem.code, problem.where) == ("frontend-differs", "tokenizer.json")
+    assert "id 17 is 'other', in the GGUF file it is 't17'" in problem.message
+
+
+def test_differing_added_token_and_template_are_notes(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    assert not any("template" in note or "added" in note for note in plan_gguf(tmp_path / "m.gguf", checkpoint).notes)
+    (checkpoint.folder / "chat_template.jinja").write_text("{{ messages }}")
+    path = checkpoint.folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("<|t329|>", "<|end|>"))
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint)
+    assert plan.problems == ()
+    assert any("another chat template" in note for note in plan.notes)
+    assert any("id 329 is '<|end|>'" in note for note in plan.notes)
+
+
+def test_frontend_folder_also_serves_a_safetensors_checkpoint(dense: TinyCheckpoint, tmp_path: Path) -> None:
+    other = tiny_checkpoint(tmp_path / "frontend")
+    (dense.folder / "chat_template.jinja").unlink()
+    (other.folder / "chat_template.jinja").write_text("{{ messages }} of the other folder")
+    plan = make_plan(BuildOptions(dense.folder, frontend=other.folder))
+    assert plan.require().resources["frontend/chat_template.jinja"].endswith(b"of the other folder")
+
+
+# Where the output may lie
+
+
+def test_output_beside_the_file_is_fine_and_over_it_is_not(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    assert plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "m.ninfer").problems == ()
+    with pytest.raises(UsageError, match="the output is the GGUF file"):
+        plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "m.gguf", force=True)
+    inside = plan_gguf(tmp_path / "m.gguf", checkpoint, out=checkpoint.folder / "m.ninfer")
+    assert only(inside).code == "output-in-source"
+
+
+def test_output_in_the_hub_cache_of_the_file_is_refused(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    snapshot = tmp_path / "hub" / "models--o--m-GGUF" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    of_checkpoint(snapshot.parents[1] / "blobs" / "f00d", checkpoint)
+    (snapshot / "m.gguf").symlink_to("../../blobs/f00d")
+    for out in (snapshot / "m.ninfer", snapshot.parents[1] / "blobs" / "m.ninfer"):
+        assert only(plan_gguf(snapshot / "m.gguf", checkpoint, out=out)).code == "output-in-source"
+
+
+# Refusals
+
+
+def test_missing_package_is_one_line_naming_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingExtraError, match=r"ninfer\[gguf\]"):
+        plan_gguf(tmp_path / "m.gguf", checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architecture": "llama"}, "'llama'"),
+        ({"architecture": "qwen3next"}, "'qwen3next'"),
+        ({"embedding_length": None}, "qwen35.embedding_length is missing"),
+        ({"full_attention_interval": 3}, "layer 2 linear_attention"),
+        ({"ssm__group_count": 3}, "a multiple of ssm.group_count (3)"),
+        ({"ssm__inner_size": 255}, "a multiple of ssm.time_step_rank (8)"),
+        ({"attention__value_length": 32}, "attention.key_length (64)"),
+        ({"rope__dimension_sections": [4, 2]}, "three counts"),
+        ({"rope__dimension_sections": [4, 2, 1, 1]}, "three counts"),
+        ({"rope__scaling.type": "yarn"}, "stretched positions"),
+        ({"rope__freq_base": 0.0}, "a positive number"),
+        ({"attention__head_count_kv": [2, 2, 2, 0, 2]}, "every attention layer"),
+        ({"block_count": 4_000_000_000}, "at most the number of stored tensors"),
+    ],
+)
+def test_metadata_that_describes_no_such_model_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, **change)
+    problems = plan_gguf(tmp_path / "m.gguf", checkpoint).problems
+    assert {p.code for p in problems} <= {"bad-config", "unsupported-architecture"}
+    assert any(says in p.message for p in problems), problems
+    assert all(p.where == "m.gguf" for p in problems)
+
+
+def _other_type(tensors: dict[str, Any]) -> None:
+    rows, width = tensors[Q8_DOWN].shape
+    tensors[Q8_DOWN] = np.zeros((rows, width // 256 * 84), np.uint8), "Q2_K"
+
+
+def _unknown(tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ffn_down.scale"] = np.ones(1, np.float32)
+    tensors["blk.2.ffn_down.scale"] = np.ones(1, np.float32)
+
+
+def _missing(tensors: dict[str, Any]) -> None:
+    del tensors[Q8_DOWN]
+
+
+def _transposed(tensors: dict[str, Any]) -> None:
+    tensors[Q8_DOWN] = np.ascontiguousarray(tensors[Q8_DOWN].T)
+
+
+def _other_heads(tensors: dict[str, Any]) -> None:
+    tensors["blk.0.ssm_out.weight"] = np.zeros((256, 288), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "where", "says"),
+    [
+        (_other_type, "unsupported-type", f"{LAYERS}1.mlp.down_proj.weight", "Q2_K"),
+        (_unknown, "unused-tensor", "m.gguf", "2 tensors 'blk.*.ffn_down.scale'"),
+        (_missing, "missing-tensor", f"{LAYERS}1.mlp.down_proj.weight", "[256, 512]"),
+        (_transposed, "wrong-shape", f"{LAYERS}*.mlp.down_proj.weight", "[512, 256]"),
+        (_other_heads, "wrong-shape", f"{LAYERS}*.linear_attn.out_proj.weight", "[256, 288]"),
+    ],
+)
+def test_tensors_that_make_no_such_model_are_refused_by_name(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], code: str, where: str, says: str
+) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, change=change)
+    problem = only(plan_gguf(tmp_path / "m.gguf", checkpoint))
+    assert (problem.code, problem.where) == (code, where)
+    assert says in problem.message
+
+
+def _twice(tensors: dict[str, Any]) -> None:
+    gate, up = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up"))
+    tensors["blk.1.ffn_gate_up_exps.weight"] = np.concatenate([gate, up], axis=1)
+
+
+def _half(tensors: dict[str, Any]) -> None:
+    del tensors["blk.1.ffn_up_exps.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "codes"), [(_twice, {"stored-twice"}), (_half, {"unused-tensor", "missing-tensor"})]
+)
+def test_expert_banks_are_stored_once_and_whole(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], codes: set[str]
+) -> None:
+    checkpoint = wide(tmp_path / "c", moe=True)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, change=change)
+    problems = plan_gguf(tmp_path / "m.gguf", checkpoint).problems
+    assert {p.code for p in problems} == codes
+    assert any("gate" in f"{p.where} {p.message}" for p in problems)
+
+
+def test_nan_in_a_block_scale_is_refused_with_the_index(tmp_path: Path) -> None:
+    """A22, A23"""
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        blocks, kind = encode(tensors[Q8_DOWN], "Q8_0")
+        blocks[3, 34:36] = np.array([np.nan], np.float16).view(np.uint8)  # second block of row 3
+        tensors[Q8_DOWN] = blocks, kind
+
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, change=spoil)
+    for recipe in ("groupwise-int", "bf16"):
+        plan = plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "x.ninfer", recipe=recipe)
+        with pytest.raises(SourceError, match=r"down_proj.weight' holds nan at index \[3, 32\]"):
+            build(plan)
+
+
+def test_decay_that_is_no_negative_exponential_is_refused(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["blk.2.ssm_a"][1] = 0.25  # tiled: key head 1, value 0, which is head 4 of the checkpoint
+
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, change=spoil)
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "x.ninfer")
+    with pytest.raises(SourceError, match=r"blk.2.ssm_a' holds 0.25 at index \[4\]"):
+        build(plan)
+
+
+def test_changed_file_ends_the_build(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint)
+    plan = plan_gguf(tmp_path / "m.gguf", checkpoint, out=tmp_path / "x.ninfer")
+    with open(tmp_path / "m.gguf", "ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(SourceError, match="has changed since the plan"):
+        build(plan)
+
+
+# Commands, and answers at the end
+
+
+def test_commands_take_a_gguf_file_and_its_frontend(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as("Q5_K"))
+    source, frontend = str(tmp_path / "m.gguf"), ["--frontend", str(checkpoint.folder)]
+    assert app(["plan", source, *frontend, "--json"], standalone_mode=False) == 0
+    assert app(["build", source, str(tmp_path / "x.ninfer"), *frontend, "-q"], standalone_mode=False) == 0
+    assert app(["check", str(tmp_path / "x.ninfer"), "--source", source, *frontend, "-q"], standalone_mode=False) == 0
+    options = CheckOptions(tmp_path / "x.ninfer", tmp_path / "m.gguf", frontend=checkpoint.folder, everything=True)
+    assert check(options).equal
+
+
+def _trained_gguf(model: str, path: Path, choose: Callable[[str, tuple[int, ...]], str]) -> None:
+    folder = ROOT / "examples" / "tiny" / model
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as checkpoint:
+        tensors = {n: checkpoint.read_floats(n).reshape(t.shape) for n, t in checkpoint.tensors.items()}
+    frontend = {file: (folder / file).read_bytes() for file in ("tokenizer.json", "tokenizer_config.json")}
+    tokens = token_list(frontend, config["text_config"]["vocab_size"])
+    architecture = "qwen35moe" if model == "moe" else "qwen35"
+    values: dict[str, Floats] = gguf_tensors(config, tensors)
+    write_gguf(path, values, metadata(config), architecture=architecture, choose=choose, tokens=tokens)
+
+
+def _mixed(name: str, shape: tuple[int, ...]) -> str:
+    """As a Q4_K_M file mixes them: K types where rows allow, Q8_0 for the others, F32 for vectors."""
+    if len(shape) < 2 or "conv1d" in name:
+        return "F32"
+    if shape[-1] % 256:
+        return "Q8_0"
+    return "Q6_K" if "ffn_down" in name else "Q5_K"
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("dense", "groupwise-int"), ("moe", "w8")])
+def test_trained_model_answers_through_a_quantized_gguf_file(tmp_path: Path, model: str, recipe: str) -> None:
+    torch.set_num_threads(1)
+    _trained_gguf(model, tmp_path / "m.gguf", _mixed)
+    plan = plan_gguf(tmp_path / "m.gguf", ROOT / "examples" / "tiny" / model, out=tmp_path / "m.ninfer", recipe=recipe)
+    with Engine.open(build(plan).path, EngineConfig(max_context=256)) as engine:
+        frontend = Frontend.open(engine.artifact)
+        for question, answer in (
+            ("What is 12 + 7?", "12 + 7 = 19."),
+            ("What is the capital of France?", "Paris"),
+            ("Spell the word river.", "r-i-v-e-r."),
+        ):
+            conversation = parse_conversation([{"role": "user", "content": question}], [])
+            prompt = frontend.prompt(conversation, thinking=False)
+            stops = frontend.generation.stop_ids
+            request = Request(prompt.token_ids, SamplingParams.greedy(), max_new=60, stop_ids=stops)
+            stream = frontend.stream(frontend.stream_options(prompt, conversation))
+            events = [event for token in engine.generate(request) for event in stream.feed([token.token_id])]
+            assert answer in join(events + stream.flush()).content
+
+
+def test_package_decodes_the_k_blocks_that_these_tests_write() -> None:
+    values = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    for kind, bound in (("Q4_K", 0.1), ("Q5_K", 0.05), ("Q6_K", 0.025)):
+        decoded = gguf.quants.dequantize(encode(values, kind)[0], gguf.GGMLQuantizationType[kind])
+        assert np.sqrt(np.mean((decoded - values) ** 2)) < bound
