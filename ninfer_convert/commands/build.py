@@ -20,7 +20,7 @@ from ninfer_convert.publish import check_free, publish
 from ninfer_convert.report import report_of
 from ninfer_convert.summaries import read_report
 from ninfer_format.command import INTERRUPTED, progress_bytes
-from ninfer_format.errors import NinferError, StorageError
+from ninfer_format.errors import NinferError, StorageError, UsageError
 
 SCHEMA = "ninfer.build/1"
 
@@ -40,12 +40,17 @@ class Extras:
     publish: bool = False
     plots: Path | None = None
 
-    def check(self, out: Path, *, force: bool) -> None:
+    def check(self, out: Path, options: BuildOptions) -> None:
         """Refuse now what could not be written after a long build. UsageError, MissingExtraError."""
         if self.plots is not None:
             check_folder(self.plots)
+            for source in (options.source, options.base, options.dflash):
+                if source is not None and source.is_dir() and self.plots.resolve().is_relative_to(source.resolve()):
+                    raise UsageError(
+                        f"--plots {self.plots}: lies inside the source {source}, which is never written to"
+                    )
         if self.publish:
-            check_free(out, force=force)
+            check_free(out, force=options.force)
 
     def write(self, out: Path, options: BuildOptions, told: Told) -> dict[str, Any]:
         """Write them; members of the result document, empty if nothing was asked for."""
@@ -68,7 +73,7 @@ def run(options: BuildOptions, out: Path, told: Told, extras: Extras) -> int:
     """Build ``out`` as ``options`` say; the exit code."""
     lines = EventLines(_print_now) if told.as_json else None
     with _failures_told(lines, out):
-        extras.check(out, force=options.force)
+        extras.check(out, options)
         if options.resume and finish_published(out):
             document = {"schema": SCHEMA, "path": str(out), "bytes": out.stat().st_size, "already_complete": True}
             _tell(lines, document | extras.write(out, options, told), f"{out}: was already complete", told)

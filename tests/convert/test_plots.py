@@ -202,6 +202,9 @@ def test_what_cannot_be_drawn_is_refused_before_the_build(dense: TinyCheckpoint,
         with pytest.raises(UsageError, match="expected a folder"):
             check_folder(folder)
         assert run("build", dense.folder, out, "--plots", folder).returncode == 2
+    inside = run("build", dense.folder, out, "--plots", dense.folder / "plots")
+    assert inside.returncode == 2
+    assert "inside the source" in inside.stderr
     without = run(
         "build",
         dense.folder,

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from ninfer_convert.pipeline import build
+from ninfer_convert.plan import BuildOptions, make_plan
 from ninfer_format import Artifact
 from ninfer_format.activation_stats import HEAD_SITE, ActivationStats, read_activation_stats, site_of
 from ninfer_runtime import Engine, EngineConfig
@@ -140,6 +142,22 @@ def test_conversations_are_rendered_and_limits_cut(
     assert all(site.mean_square is None and site.amax > 0 for site in both.sites.values())
     cut = measured(ninfer, model, tmp_path / "c.json", "--text", text, "--messages", talk, "--max-tokens", 9)
     assert (cut.n_tokens, [tokens for _, tokens in cut.texts]) == (9, [9])
+
+
+def test_a_build_takes_the_statistics_of_any_recipe(
+    ninfer: Ninfer, artifact_of: ArtifactOf, text: Path, tmp_path: Path
+) -> None:
+    stats = measured(ninfer, artifact_of("dense", "groupwise-int"), tmp_path / "stats.json", "--text", text)
+    options = BuildOptions(
+        TRAINED / "dense", tmp_path / "x.ninfer", recipe="nvfp4", activation_stats=tmp_path / "stats.json"
+    )
+    build(make_plan(options))
+    with Artifact.open(tmp_path / "x.ninfer") as artifact:
+        divisors = [entry.name for entry in artifact.objects if entry.name.endswith("/input_scale_divisor")]
+        assert set(divisors) == stats.sites.keys() - {HEAD_SITE}
+        for name in divisors:
+            # The largest input becomes the largest code, 6, times the largest scale, 448.
+            assert float(artifact.tensor(name)) == pytest.approx(6 * 448 / stats.sites[name].amax, rel=1e-6)
 
 
 def test_observing_changes_no_result_and_ends_with_its_block(artifact_of: ArtifactOf) -> None:
