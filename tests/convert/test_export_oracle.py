@@ -5,19 +5,27 @@ Random checkpoints of both architectures, seeds drawn each run.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import make_tiny_checkpoint
 import numpy as np
 import oracle_logits
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from ninfer_format import Artifact, TensorEntry, pack_tensor
+from ninfer_convert.hf_config import checkpoint_config
+from ninfer_format import Artifact, Identity, TensorEntry, pack_tensor
 from ninfer_format.formats import NUMERIC_FORMATS
+from ninfer_format.model_config import published_config
+from ninfer_format.published import PUBLISHED
 from ninfer_runtime import Engine, EngineConfig
 from tests.convert.exported import artifact_of, export_to, with_payloads
 
@@ -74,6 +82,77 @@ def test_transformers_on_the_export_gives_the_logits_of_the_artifact(
     if recipe == "bf16" or dtype == "float32":
         assert shares.max() <= BOUND
     assert shares.mean() <= MEAN_BOUND
+
+
+def loaded(folder: Path) -> Any:
+    """The class that ``config.json`` names, loaded in float32; every parameter must come from the folder."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("variant", ["whole", "text only", "tied"])
+@torch.inference_mode()
+def test_every_parameter_is_found_by_the_class_that_the_config_names(
+    made: ArtifactOf, tmp_path: Path, fresh_seed: int, kind: str, variant: str
+) -> None:
+    torch.set_num_threads(1)
+    artifact, _ = made(kind, "w8")
+    if variant == "text only":
+        artifact = artifact_of(
+            artifact.parent / kind, tmp_path / "x.ninfer", recipe="w8", no_vision=True, no_mtp=True
+        )
+    elif variant == "tied":
+        artifact = artifact_of(tied_copy(artifact.parent / kind, tmp_path / "tied"), tmp_path / "x.ninfer", recipe="w8")
+    export_to(artifact, tmp_path / "back", dtype="float32")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert config.tie_word_embeddings is (variant == "tied")
+    model = loaded(tmp_path / "back")
+    assert type(model).__name__.endswith("ForCausalLM" if variant == "text only" else "ForConditionalGeneration")
+    with Engine.open(artifact, EngineConfig(max_context=128, prefill_chunk=128)) as engine:
+        ids = np.random.default_rng(fresh_seed).integers(0, engine.model.spec.n_addressable, N_PROMPT).tolist()
+        found = engine.teacher_forced_logits(ids)
+    logits = model(torch.tensor([ids])).logits[0].numpy()
+    assert np.abs(found - logits).max() <= BOUND * (logits.max() - logits.min())
+
+
+def tied_copy(source: Path, folder: Path) -> Path:
+    """The checkpoint with its head tied to the embedding and no head of its own."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    if not tensors:
+        file.unlink()
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("identity", PUBLISHED, ids=str)
+def test_config_of_a_published_identity_is_what_transformers_reads(tmp_path: Path, identity: Identity) -> None:
+    published = published_config(identity)
+    document = checkpoint_config(published, dtype="bfloat16", tied=False)
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == document["architectures"]
+    assert config.dtype == torch.bfloat16
+    text = config.get_text_config()
+    for key, value in published.text_config.items():
+        if key in ("rope_parameters", "full_attention_interval", "mamba_ssm_dtype") or key.startswith("mtp_"):
+            continue
+        assert getattr(text, key, value) == value, key
+    assert text.rope_parameters["rope_theta"] == published.text_config["rope_parameters"]["rope_theta"]
+    assert (config.vision_config.depth, config.image_token_id) == (27, 248_056)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
