@@ -22,6 +22,10 @@ WORKER_BYTES: Mapping[Device, int] = {"cpu": 32 << 20, "cuda": 128 << 20}
 """A worker's words, gathered rows and encoder buffers; measured 12 MiB (CPU) and 33 MiB (CUDA)."""
 ROW_FACTOR = 16
 """The same for a single row, in bytes per element: a row is never split."""
+NVFP4_ROW_FACTOR = 1024
+"""The same for the 128 rows of a tile, in bytes per column: NVFP4 is made in whole tiles."""
+FLOAT_BYTES: Mapping[Device, int] = {"cpu": 16 << 20, "cuda": 160 << 20}
+"""More for a worker whose rows are made by dequantizing: float32 in place of words, gathered rows, a tile of each."""
 
 
 def worker_count(jobs: int) -> int:
@@ -29,13 +33,16 @@ def worker_count(jobs: int) -> int:
     return jobs or len(os.sched_getaffinity(0))
 
 
-def peak_memory(inventory: Inventory, jobs: int = 0, device: Device = "cpu") -> int:
+def peak_memory(inventory: Inventory, jobs: int = 0, device: Device = "cpu", *, dequantizes: bool = False) -> int:
     """Bound in bytes on the resident memory of a build with ``jobs`` workers.
 
-    base + resources + the two largest payloads + workers × (piece or longest row).
+    base + resources + the two largest payloads + workers × (piece, longest row or tile). ``dequantizes``: some values
+    are not stored plain.
     """
     payloads = sorted((entry.n_bytes for entry in inventory.tensors), reverse=True)
     widest = max((entry.shape[-1] for entry in inventory.tensors if entry.shape), default=0)
-    worker = max(WORKER_BYTES[device], ROW_FACTOR * widest)
+    widest_tile = max((entry.shape[-1] for entry in inventory.tensors if entry.format == "NVFP4"), default=0)
+    worker = max(WORKER_BYTES[device], ROW_FACTOR * widest, NVFP4_ROW_FACTOR * widest_tile)
+    worker += FLOAT_BYTES[device] if dequantizes else 0
     held = sum(payloads[:2]) + sum(entry.n_bytes for entry in inventory.resources)
     return BASE_BYTES[device] + held + worker_count(jobs) * worker

@@ -112,7 +112,9 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
     if options.out is not None:
         check_output(options.out, read.folders, force=options.force, problems=read.problems)
         check_space(options.out, disk, read.problems)
-    memory = peak_memory(target.inventory, options.jobs, options.device) if target else 0
+    memory = 0
+    if target is not None:
+        memory = peak_memory(target.inventory, options.jobs, options.device, dequantizes=_dequantizes(read, target))
     return ConversionPlan(
         options,
         read.checkpoint,
@@ -126,6 +128,13 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
         disk,
         frontend.digests,
     )
+
+
+def _dequantizes(read: PlanSources, target: Target) -> bool:
+    """Whether an encoder is given values that are not stored plain."""
+    tensors = read.checkpoint.tensors
+    from_own = (s for s in target.sources if s.origin == "base" and s.transform in ("rows", "draft_rows"))
+    return any(t.as_floats for source in from_own for name in source.tensors if (t := tensors.get(name)) is not None)
 
 
 def _plan_target(read: PlanSources) -> tuple[Target | None, Frontend]:
