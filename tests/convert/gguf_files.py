@@ -15,8 +15,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from ninfer_convert.plan import BuildOptions, ConversionPlan, make_plan
 from tests.convert.fp8 import floats
-from tests.convert.tiny import TinyCheckpoint
+from tests.convert.tiny import TinyCheckpoint, random_words, shapes_of, tiny_checkpoint
 
 Floats = NDArray[np.float32]
 KINDS = {kind.name: kind for kind in gguf.GGMLQuantizationType}
@@ -255,6 +256,29 @@ def of_checkpoint(
 def matrices_as(kind: str) -> Choose:
     """``kind`` for matrices, F32 for vectors and the convolution, as llama.cpp chooses."""
     return lambda name, shape: kind if len(shape) > 1 and "conv1d" not in name else "F32"
+
+
+def wide(folder: Path, *, moe: bool = False, seed: int = 0, key_heads: int = 2) -> TinyCheckpoint:
+    """A text-only checkpoint whose rows are whole K blocks, with three or more value heads per key head."""
+    checkpoint = tiny_checkpoint(folder, moe=moe)
+    text = checkpoint.config["text_config"]
+    text |= {"hidden_size": 256, "head_dim": 64, "linear_num_key_heads": key_heads, "linear_num_value_heads": 8}
+    text["linear_value_head_dim"] = 32
+    text |= {"num_experts": 3, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512} if moe else {}
+    text |= {} if moe else {"intermediate_size": 512}
+    text["rope_parameters"]["mrope_section"] = [4, 2, 2]
+    checkpoint.config["vision_config"] = None
+    rng = np.random.default_rng(seed)
+    checkpoint.tensors = {name: random_words(shape, rng) for name, shape in shapes_of(checkpoint.config).items()}
+    for name, words in checkpoint.tensors.items():
+        if name.endswith("norm.weight") or "_norm_" in name:
+            words[np.abs(floats(words)) < 2.0**-16] = 0  # what w + 1 in float32 cannot hold
+    return checkpoint.save()
+
+
+def plan_gguf(path: Path, frontend: TinyCheckpoint | Path, **options: Any) -> ConversionPlan:
+    folder = frontend if isinstance(frontend, Path) else frontend.folder
+    return make_plan(BuildOptions(path, frontend=folder, **options))
 
 
 def encode(values: Floats, kind: str) -> tuple[Any, str]:
