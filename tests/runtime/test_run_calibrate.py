@@ -178,6 +178,23 @@ def test_observing_changes_no_result_and_ends_with_its_block(artifact_of: Artifa
         np.testing.assert_allclose(hidden @ head.T, before, atol=0.05 * float(np.ptp(before)))
 
 
+@pytest.mark.gpu
+def test_statistics_of_a_cuda_device_agree_with_the_cpu(
+    ninfer: Ninfer, artifact_of: ArtifactOf, text: Path, tmp_path: Path
+) -> None:
+    model = artifact_of("moe", "groupwise-int")
+    cpu = measured(ninfer, model, tmp_path / "cpu.json", "--text", text)
+    cuda = measured(ninfer, model, tmp_path / "cuda.json", "--text", text, "--device", "cuda")
+    assert list(cuda.sites) == list(cpu.sites)
+    for site, expected in cpu.sites.items():
+        found = cuda.sites[site]
+        assert found.n_rows == expected.n_rows
+        assert found.amax == pytest.approx(expected.amax, rel=1e-3)
+        assert found.mean_square is not None
+        assert expected.mean_square is not None
+        np.testing.assert_allclose(found.mean_square, expected.mean_square, rtol=5e-3, atol=1e-6)
+
+
 def test_what_cannot_be_fed_is_refused_and_leaves_no_file(
     ninfer: Ninfer, artifact_of: ArtifactOf, text: Path, tmp_path: Path
 ) -> None:
