@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -88,6 +89,15 @@ def make_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     for file, content in frontend_files().items():
         (folder / file).write_bytes(content)
+
+
+def make_in_child(folder: Path, n_bytes: float = 0.0, **options: Any) -> None:
+    """``make_checkpoint`` in a process of its own: the peak of this one would count as that of those it starts."""
+    child = multiprocessing.get_context("spawn").Process(target=make_checkpoint, args=(folder, n_bytes), kwargs=options)
+    child.start()
+    child.join()
+    if child.exitcode:
+        sys.exit(f"making {folder} ended with {child.exitcode}")
 
 
 def plain_quantize(folder: Path, recipe: str, *, packed: bool) -> None:
@@ -239,7 +249,7 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
-        make_checkpoint(arguments.folder, arguments.gb * 1e9)
+        make_in_child(arguments.folder, arguments.gb * 1e9)
     elif arguments.plain:
         plain_quantize(arguments.folder, arguments.recipe, packed=arguments.plain == "packed")
     else:

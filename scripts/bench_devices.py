@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench_convert import BUILD, make_checkpoint, timed  # noqa: E402
+from scripts.bench_convert import BUILD, make_in_child, timed  # noqa: E402
 
 SCHEMA = "ninfer.bench-devices/1"
 RUNS = 3
@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "checkpoint"
         if not folder.exists():
-            make_checkpoint(folder, text=SLICE, layers=arguments.layers)
+            make_in_child(folder, text=SLICE, layers=arguments.layers)
         results = [bench(folder, Path(temporary), recipe) for recipe in arguments.recipes.split(",")]
     device = {"device": torch.cuda.get_device_name(), "cpus": os.cpu_count(), "torch": torch.__version__}
     facts = {"schema": SCHEMA} | device

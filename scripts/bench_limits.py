@@ -28,7 +28,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench_convert import BUILD, make_checkpoint, timed  # noqa: E402
+from scripts.bench_convert import BUILD, make_in_child, timed  # noqa: E402
 
 SCHEMA = "ninfer.bench-limits/1"
 WRITE_BYTES = 4 << 20
@@ -169,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "checkpoint"
         if not folder.exists():
-            make_checkpoint(folder, arguments.gb * 1e9)
+            make_in_child(folder, arguments.gb * 1e9)
         results = []
         for recipe in arguments.recipes.split(","):
             results.append(bench(folder, Path(temporary), recipe, arguments.device, arguments.runs))

@@ -76,9 +76,7 @@ def answer(engine: Engine, frontend: Frontend, question: Question) -> Reply:
     """The greedy reply to one question."""
     conversation = parse_conversation([{"role": "user", "content": question.text}], question.tools)
     prompt = frontend.prompt(conversation, thinking=question.thinking)
-    request = Request(
-        prompt.token_ids, SamplingParams.greedy(), max_new=MAX_NEW, stop_ids=frontend.generation.stop_ids
-    )
+    request = Request(prompt.token_ids, SamplingParams.greedy(), max_new=MAX_NEW, stop_ids=frontend.generation.stop_ids)
     stream = frontend.stream(frontend.stream_options(prompt, conversation))
     events = [event for token in engine.generate(request) for event in stream.feed([token.token_id])]
     return join(events + stream.flush())
