@@ -294,7 +294,10 @@ def _shard_files(folder: Path, problems: list[Problem]) -> tuple[list[str], dict
     others = _ignored(folder, ())
     found = f"found {some_names(others)}" if others else "the folder holds no weight files"
     message = f"neither {INDEX} nor {SINGLE} is there; {found}"
-    problems.append(Problem("no-weights", message, str(folder), "download the complete safetensors checkpoint"))
+    advice = "download the complete safetensors checkpoint"
+    if others and all(name.endswith(".gguf") for name in others):
+        advice = "give a GGUF file itself as SOURCE, with --frontend for the tokenizer"
+    problems.append(Problem("no-weights", message, str(folder), advice))
     return [], None
 
 

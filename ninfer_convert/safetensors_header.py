@@ -35,7 +35,7 @@ _IMPOSTORS: Sequence[tuple[bytes, str, str, str]] = (
     (LFS_POINTER, "lfs-pointer", "this is a Git LFS pointer, not the file itself", "fetch it with `git lfs pull`"),
     (b"<", _OTHER, "this is an HTML or XML page, not safetensors", f"{_AGAIN}; an error page was saved instead"),
     (b'{"', _OTHER, "this is a JSON text, not safetensors", f"{_AGAIN}; an error reply was saved instead"),
-    (b"GGUF", _OTHER, "this is a GGUF file under a safetensors name", "use the original BF16 checkpoint"),
+    (b"GGUF", _OTHER, "this is a GGUF file under a safetensors name", "name it .gguf and give it as SOURCE"),
     (b"PK\x03\x04", _OTHER, "this is a zip or PyTorch archive under a safetensors name", "save it as safetensors"),
     (b"\x80\x02", _OTHER, "this is a Python pickle under a safetensors name", "save it as safetensors"),
 )

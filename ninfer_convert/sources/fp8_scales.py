@@ -45,8 +45,8 @@ class ScaleGrid:
 def declared_blocks(config: Mapping[str, Any] | None) -> tuple[BlockSize, ...]:
     """Every FP8 block size that ``config.json`` declares, without repetitions; malformed members count as none.
 
-    ``quantization_config.weight_block_size`` (block FP8), or ``block_structure`` of the weights of a config group
-    (compressed-tensors); the section may also be called ``compression_config`` or lie in ``text_config``.
+    ``quantization_config.weight_block_size`` (block FP8), or ``block_structure`` or ``group_size`` of the weights of a
+    config group (compressed-tensors); the section may also be called ``compression_config`` or lie in ``text_config``.
     """
     root = config or {}
     text = root.get("text_config")
@@ -64,6 +64,8 @@ def _declarations(section: Mapping[str, Any]) -> Iterator[Any]:
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict) and weights.get("strategy") == "block":
             yield weights.get("block_structure")
+        elif isinstance(weights, dict) and weights.get("strategy") == "group":
+            yield [1, weights.get("group_size")]
 
 
 def _block(value: Any) -> BlockSize | None:

@@ -43,6 +43,8 @@ _FIXED = {
     "mamba_ssm_dtype": "float32",
     "mtp_use_dedicated_embeddings": False,
 }
+_QUANTIZATION_VERSION = 2
+"""Of the block formats; earlier files had others under the same numbers."""
 _ADVICE = "use a GGUF file that a current llama.cpp made of a model of this family"
 
 
@@ -92,6 +94,8 @@ def config_of_metadata(
         advice = "give the GGUF file of the language model of a Qwen3.5, 3.6 or 3.8 checkpoint"
         return None, [Problem("unsupported-architecture", message, file, advice)]
     faults: list[str] = []
+    if (version := fields.get("general.quantization_version")) not in (None, _QUANTIZATION_VERSION):
+        faults.append(f"general.quantization_version is {version!r:.40}, expected {_QUANTIZATION_VERSION}")
     metadata = _Metadata(fields, str(name), faults)
     text = _text(metadata, architecture, shapes)
     tied = "output.weight" not in shapes

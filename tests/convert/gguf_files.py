@@ -327,3 +327,48 @@ def _ratio(values: Any, by: Any) -> Any:
     """Rounded quotient, zero where ``by`` is."""
     by = np.broadcast_to(by, values.shape).astype(np.float32)
     return np.rint(np.divide(values, by, out=np.zeros(values.shape, np.float32), where=by != 0))
+
+
+def write_sparse_gguf(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
+    """A GGUF file of a whole model that is all holes behind its header: matrices of type ``kind``, vectors F32."""
+    architecture = "qwen35moe" if "num_experts" in config["text_config"] else "qwen35"
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata(config).items():
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{key}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    end = 0
+    for name, shape in shapes.items():
+        chosen = KINDS[matrices_as(kind)(name, shape)]
+        stored = gguf.quant_shape_to_byte_shape(shape, chosen)
+        n_bytes = int(np.prod(stored, dtype=np.int64))
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), n_bytes, chosen)
+        end += -(-n_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with open(path, "r+b") as stream:
+        stream.truncate(-(-path.stat().st_size // 32) * 32 + end)
+
+
+def gguf_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """What ``gguf_tensors`` does to tensors, for shapes alone."""
+    n_layers, found = config["text_config"]["num_hidden_layers"], dict[str, tuple[int, ...]]()
+    top = {"lm_head.weight": "output.weight", f"{TEXT}embed_tokens.weight": "token_embd.weight"}
+    top[f"{TEXT}norm.weight"] = "output_norm.weight"
+    for name, shape in shapes.items():
+        if name in top:
+            found[top[name]] = shape
+            continue
+        layer, rest = _place(name, n_layers)
+        if rest == "mlp.experts.gate_up_proj":
+            half = (shape[0], shape[1] // 2, shape[2])
+            found |= {f"blk.{layer}.ffn_{part}_exps.weight": half for part in ("gate", "up")}
+        else:
+            squeezed = "conv1d" in rest or rest == "mlp.shared_expert_gate.weight"
+            found[f"blk.{layer}.{NAMES[rest]}"] = tuple(n for n in shape if n > 1) if squeezed else shape
+    return found

@@ -123,6 +123,7 @@ def test_missing_package_is_one_line_naming_the_extra(tmp_path: Path, monkeypatc
         ({"rope__dimension_sections": [4, 2]}, "three counts"),
         ({"rope__dimension_sections": [4, 2, 1, 1]}, "three counts"),
         ({"rope__scaling.type": "yarn"}, "stretched positions"),
+        ({"extra": {"general.quantization_version": 1}}, "general.quantization_version is 1"),
         ({"rope__freq_base": 0.0}, "a positive number"),
         ({"attention__head_count_kv": [2, 2, 2, 0, 2]}, "every attention layer"),
         ({"block_count": 4_000_000_000}, "at most the number of stored tensors"),

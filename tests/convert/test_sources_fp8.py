@@ -189,7 +189,8 @@ def test_e8m0_words_are_powers_of_two() -> None:
         ({"quantization_config": {"config_groups": {
             "group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}},
             "group_1": {"weights": {"strategy": "block", "block_structure": "64x32"}},
-            "group_2": {"weights": {"strategy": "channel", "block_structure": None}}}}}, ((128, 128), (64, 32))),
+            "group_2": {"weights": {"strategy": "channel", "block_structure": None}},
+            "group_3": {"weights": {"strategy": "group", "group_size": 32}}}}}, ((128, 128), (64, 32), (1, 32))),
         ({"quantization_config": {"weight_block_size": None}}, ()),
         ({"quantization_config": {"weight_block_size": [128]}}, ()),
         ({"quantization_config": {"weight_block_size": [128, 0]}}, ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -16,9 +17,21 @@ from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, ConversionPlan, Problem, make_plan
 from ninfer_convert.sources.gguf import TYPES, open_gguf
 from ninfer_convert.sources.gguf_names import DRAFT, GATE, LAYER, TOP, UP, Heads
-from ninfer_format import Artifact, TensorEntry, encode_tensor
+from ninfer_format import Artifact, Identity, TensorEntry, encode_tensor
+from ninfer_format.inventory import plan_inventory
+from ninfer_format.model_config import published_config
 from tests.convert.fp8 import floats
-from tests.convert.gguf_files import encode, gguf_tensors, matrices_as, of_checkpoint, plan_gguf, wide
+from tests.convert.gguf_files import (
+    encode,
+    gguf_shapes,
+    gguf_tensors,
+    matrices_as,
+    of_checkpoint,
+    plan_gguf,
+    wide,
+    write_sparse_gguf,
+)
+from tests.convert.tiny import TinyCheckpoint, shapes_of
 
 TEXT = "model.language_model."
 LAYERS = f"{TEXT}layers."
@@ -284,3 +297,42 @@ def test_package_decodes_the_k_blocks_that_these_tests_write() -> None:
     for kind, bound in (("Q4_K", 0.1), ("Q5_K", 0.05), ("Q6_K", 0.025)):
         decoded = gguf.quants.dequantize(encode(values, kind)[0], gguf.GGMLQuantizationType[kind])
         assert np.sqrt(np.mean((decoded - values) ** 2)) < bound
+
+
+# Size
+
+
+@pytest.mark.parametrize("identity", ["qwen3.6-27b/groupwise-int", "qwen3.6-35b-a3b/groupwise-int"])
+def test_full_geometry_gives_the_published_decoder(tmp_path: Path, dense: TinyCheckpoint, identity: str) -> None:
+    """From headers alone: every object of the decoder and the MTP layer, in shape."""
+    text = dict(published_config(Identity.parse(identity)).text_config)
+    config = {"text_config": text | {"max_position_embeddings": 262144}, "vision_config": None}
+    shapes = gguf_shapes(config, shapes_of(config))
+    write_sparse_gguf(tmp_path / "m.gguf", config, shapes, "Q4_K")
+    plan = plan_gguf(tmp_path / "m.gguf", dense)
+    assert plan.problems == ()
+    inventory = {entry.name: entry.shape for entry in plan.require().inventory.tensors}
+    published = {e.name: e.shape for e in plan_inventory(identity).tensors if e.name.startswith(("text/", "mtp/"))}
+    assert {name: shape for name, shape in published.items() if "draft_head" not in name} == {
+        name: shape for name, shape in inventory.items() if "draft_head" not in name
+    }
+
+
+def test_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    checkpoint = wide(tmp_path / "c")
+    rows = 1 << 16
+    checkpoint.config["text_config"]["vocab_size"] = rows
+    for name in ("lm_head.weight", f"{TEXT}embed_tokens.weight"):
+        checkpoint.tensors[name] = np.zeros((rows, 256), np.uint16)
+    of_checkpoint(tmp_path / "m.gguf", checkpoint, matrices_as("Q4_K"))
+    with open_gguf(tmp_path / "m.gguf").checkpoint as source:
+        out = np.empty((rows, 256), np.float32)
+        source.read_floats("lm_head.weight", 0, 16, out[:16])
+        tracemalloc.start()
+        try:
+            source.read_floats("lm_head.weight", 0, rows, out)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    print(f"peak {peak / 1e6:.1f} MB beside {out.nbytes / 1e6:.0f} MB of values")
+    assert peak < 8 << 20
