@@ -15,6 +15,7 @@ from ninfer_convert.allocation import follow_allocation
 from ninfer_convert.build_options import BuildOptions
 from ninfer_convert.coding import Coding, read_coding, stats_problems
 from ninfer_convert.draft_head import Ranking, draft_ids, load_ranking, no_ranking
+from ninfer_convert.draft_precision import draft_precision_notes
 from ninfer_convert.families import ObjectSource
 from ninfer_convert.families.checks import check_absent
 from ninfer_convert.families.sections import ModelSections, read_sections
@@ -114,6 +115,7 @@ def make_plan(options: BuildOptions) -> ConversionPlan:
         check_space(options.out, disk, read.problems)
     memory = 0
     if target is not None:
+        read.notes.extend(draft_precision_notes(target.inventory))
         memory = peak_memory(target.inventory, options.jobs, options.device, dequantizes=_dequantizes(read, target))
     return ConversionPlan(
         options,
