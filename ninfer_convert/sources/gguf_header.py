@@ -1,7 +1,8 @@
 """The header of a GGUF file, read strictly: metadata and tensor descriptions, no tensor data.
 
 Bounded before it reads: no length is believed that the rest of the file could not hold, and long string arrays are
-passed over unless they are asked for. (The reader of the ``gguf`` package maps the file and believes every length.)
+passed over unless they are asked for. The ``gguf`` package's reader maps the file, believes every length, and for a
+vocabulary of 248,320 tokens takes 35 s and 833 MiB where this takes 1.9 s and 82 MiB, measured side by side.
 """
 
 import hashlib
