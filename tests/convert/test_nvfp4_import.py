@@ -167,29 +167,54 @@ def test_other_recipes_encode_the_exact_values(tmp_path: Path, tool: Tool) -> No
             assert bytes(artifact.payload(entry.name)) == encode_tensor(values, format, entry.layout)
 
 
-def test_both_tools_give_values_within_an_ulp_and_powers_of_two_exactly(tmp_path: Path, fresh_seed: int) -> None:
+# A17, A20: divisors and multipliers
+
+
+def test_multipliers_decode_within_an_ulp_and_powers_of_two_exactly(tmp_path: Path, fresh_seed: int) -> None:
     rng = np.random.default_rng(fresh_seed)
-    pair, other = (nvfp4_pair(tmp_path / tool, tool=tool) for tool in ("compressed-tensors", "modelopt"))
-    decoded: list[dict[str, Floats]] = [{}, {}]
-    divisors = {name: rng.uniform(1, 3000) for name in ("o_proj", "down_proj")} | {"out_proj": 256.0}
-    for stem in (s for s in pair.matrices if s.rpartition(".")[2] in divisors):
-        matrix = pair.matrices[stem]
-        again = Matrix(matrix.codes, matrix.scales, np.float32(divisors[stem.rpartition(".")[2]]), np.float32(4))
-        pair.put(stem, again)
-        other.put(stem, again)
-    for checkpoint, values in zip((pair, other), decoded, strict=True):
-        checkpoint.save()
-        with Artifact.open(built(checkpoint, checkpoint.base.folder.parent).path) as artifact:
-            for layer, name in decoder_objects():
-                if FIRST[name].rpartition(".")[2] in divisors:
-                    full = f"text/layers/{layer}/{name}"
-                    values[full] = artifact.tensor(full)
-    for name, ours in decoded[0].items():
-        theirs = decoded[1][name]
-        if "gdn/output" in name:
-            assert np.array_equal(ours, theirs), name
-        else:
-            assert (np.abs(ours - theirs) <= np.spacing(np.maximum(np.abs(ours), np.abs(theirs)))).all(), name
+    pair = nvfp4_pair(tmp_path, tool="modelopt")
+    for stem, matrix in list(pair.matrices.items()):
+        if stem.endswith(("o_proj", "down_proj", "out_proj")):
+            divisor = 256.0 if stem.endswith("out_proj") else rng.uniform(1, 3000)
+            pair.put(stem, Matrix(matrix.codes, matrix.scales, np.float32(divisor), np.float32(4)))
+    with Artifact.open(built(pair.save(), tmp_path).path) as artifact:
+        for layer, name in decoder_objects():
+            full = f"text/layers/{layer}/{name}"
+            if full in KEPT_OBJECTS or name not in ("attention/output", "gdn/output", "mlp/down"):
+                continue
+            stem = f"{LAYERS}{layer}.{FIRST[name]}"
+            matrix, multiplier = pair.matrices[stem], pair.source.tensors[f"{stem}.weight_scale_2"]
+            exact = Matrix(matrix.codes, matrix.scales, np.float32(1), np.float32(1)).values() * multiplier
+            decoded = artifact.tensor(full)
+            if name == "gdn/output":
+                assert np.array_equal(decoded, matrix.values()), full
+            assert (np.abs(decoded - exact) <= np.spacing(np.maximum(np.abs(decoded), np.abs(exact)))).all(), full
+            scalar = artifact.tensor(f"text/layers/{layer}/{SITES[name]}/input_scale_divisor")
+            assert scalar == 4
+
+
+def test_reciprocal_of_any_multiplier_decodes_within_an_ulp(fresh_seed: int) -> None:
+    rng = np.random.default_rng(fresh_seed)
+    products = np.unique(np.outer(np.array([0.5, 1, 1.5, 2, 3, 4, 6], np.float32), E4M3FN[1:127])).astype(np.float32)
+    mantissas = np.concatenate(
+        [rng.uniform(1, 2, 3000), 1 + rng.integers(0, 64, 64) * 2.0**-23, 2 - 2.0**-23 * np.arange(1, 64)]
+    )
+    for multiplier in np.ldexp(mantissas, rng.integers(-30, 4, mantissas.size)).astype(np.float32):
+        ours, theirs = products / (np.float32(1) / multiplier), products * multiplier
+        assert (np.abs(ours - theirs) <= np.spacing(np.maximum(ours, theirs))).all(), multiplier
+
+
+def test_output_of_the_converter_is_no_source(pair: Pair, tmp_path: Path) -> None:
+    out = built(pair, tmp_path).path
+    with pytest.raises(SourceError, match=r"already a \.ninfer artifact"):
+        make_plan(BuildOptions(out))
+
+
+def test_global_scales_of_both_kinds_in_one_matrix_are_refused(pair: Pair) -> None:
+    pair.source.tensors[f"{STEM}.weight_scale_2"] = np.float32(1) / pair.source.tensors[f"{STEM}.weight_global_scale"]
+    problem = only(plan_pair(pair.save()))
+    assert (problem.code, problem.where) == ("unconsumed-scale", f"{STEM}.weight")
+    assert "weight_scale_2" in problem.message
 
 
 # A18: global scales that differ inside a fused matrix
@@ -348,11 +373,11 @@ def test_matrix_stored_plain_and_packed_is_refused(pair: Pair) -> None:
     assert (problem.code, problem.where) == ("stored-twice", f"{STEM}.weight")
 
 
-def test_scale_that_no_adapter_accounts_for_is_refused(pair: Pair) -> None:
-    pair.source.tensors[f"{STEM}.weight_scale_2"] = np.ones(1, np.float32)
+def test_part_that_no_adapter_accounts_for_is_refused(pair: Pair) -> None:
+    pair.source.tensors[f"{STEM}.weight_zero_point"] = np.ones(1, np.float32)
     problem = only(plan_pair(pair.save()))
     assert (problem.code, problem.where) == ("unconsumed-scale", f"{STEM}.weight")
-    assert "weight_scale_2" in problem.message
+    assert "weight_zero_point" in problem.message
 
 
 @pytest.mark.parametrize(
