@@ -71,8 +71,13 @@ class CheckpointTensor:
         if self.transposed:
             entry = self.parts[0].entry
             return np.ascontiguousarray(stored.bf16_words(entry, 0, entry.shape[0]).T)[begin:end]
+        runs = list(self._covering(begin, end))
+        if len(runs) == 1:
+            part, first, _ = runs[0]
+            row = part.object_begin + first
+            return stored.bf16_words(part.entry, row, row + end - begin).reshape(end - begin, self.width)
         out = np.empty((end - begin, self.width), np.uint16)
-        for part, first, count in self._covering(begin, end):
+        for part, first, count in runs:
             at, row = part.begin + first - begin, part.object_begin + first
             out[at : at + count] = stored.bf16_words(part.entry, row, row + count)
         return out

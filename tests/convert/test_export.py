@@ -16,8 +16,8 @@ from ninfer_convert.hf_config import checkpoint_config
 from ninfer_convert.plan import BuildOptions, make_plan
 from ninfer_format import Artifact, ArtifactError, Identity, InventoryError
 from ninfer_format.model_config import published_config
-from ninfer_format.published import PUBLISHED
-from tests.convert.exported import artifact_of, config_of, export_to, tensors_of, with_payloads
+from ninfer_format.published import PUBLISHED, published
+from tests.convert.exported import artifact_of, config_of, export_to, sparse_artifact, tensors_of, with_payloads
 from tests.convert.tiny import TinyCheckpoint, Words, random_words, tiny_checkpoint, tiny_dflash, unfuse_experts
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -219,6 +219,21 @@ def test_report_says_where_the_folder_comes_from_and_build_ignores_it(dense: Tin
 def test_config_of_a_published_identity_passes_its_own_closed_check(identity: Identity) -> None:
     config = checkpoint_config(published_config(identity), dtype="bfloat16", tied=False)
     assert config_differences(identity, config) == ()
+
+
+@pytest.mark.parametrize("identity", PUBLISHED, ids=str)
+def test_plan_of_a_published_identity_has_every_tensor_of_its_checkpoint(tmp_path: Path, identity: Identity) -> None:
+    """1199 tensors of the dense models, 1045 and 69 of the mixture of experts and its companion; headers alone tell."""
+    files = {name: b"{}".ljust(resource.n_bytes) for name, resource in published(identity).resources.items()}
+    made = sparse_artifact(tmp_path / "x.ninfer", published_config(identity), identity, files)
+    with Artifact.open(made) as opened:
+        plan = plan_export(opened, ExportOptions(tmp_path / "back"))
+    moe = identity.model_id.endswith("a3b")
+    assert [len(folder.tensors) for folder in plan.folders] == ([1045, 69] if moe else [1199])
+    assert all(tensor.n_bytes for folder in plan.folders for file in folder.files for tensor in file.tensors)
+    shape = plan.folders[0].tensors["model.language_model.layers.3.self_attn.q_proj.weight"].shape
+    assert shape == ((8192, 2048) if moe else (12288, 5120))
+    assert plan.weight_bytes == (72_675_457_760 if moe else 55_562_855_904)
 
 
 def test_words_of_every_kind_survive(dense: TinyCheckpoint, tmp_path: Path, fresh_seed: int) -> None:
