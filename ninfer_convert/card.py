@@ -20,7 +20,6 @@ FILE_NAME = "MODEL_CARD.md"
 _SOURCE_TITLES = {
     "source": "checkpoint",
     "base": "base checkpoint",
-    "prepacked": "prepacked weights",
     "dflash": "DFlash companion",
 }
 _ARCHITECTURES = {"qwen3_5": "dense", "qwen3_5_moe": "mixture of experts"}

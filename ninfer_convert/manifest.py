@@ -17,7 +17,7 @@ FILE_NAME = "artifact-manifest.json"
 MINIMUM_RUNTIME = "0.1.0"
 """The first release whose runtime reads everything that this one writes."""
 
-SOURCE_ROLES = ("source", "prepacked", "base", "dflash")
+SOURCE_ROLES = ("source", "base", "dflash")
 """Members of a report that describe a checkpoint folder."""
 PATH_ARGUMENTS = ("source", "frontend", "base", "dflash", "ranking", "activation_stats")
 """Arguments whose values are places on the machine that ran the build."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from ninfer_convert.nvfp4_rescale import common_divisor, rescaled_words
 from ninfer_convert.pipeline import BuildResult, build
 from ninfer_convert.plan import BuildOptions, ConversionPlan, make_plan
+from ninfer_convert.plan_view import to_json
 from ninfer_convert.problems import PlanError, Problem
+from ninfer_convert.report import report_of
 from ninfer_format import Artifact, SourceError, TensorEntry, encode_tensor
 from ninfer_format.numeric.direct import widen_bf16
 from ninfer_format.numeric.nvfp4 import E4M3FN
@@ -109,6 +112,19 @@ def test_words_are_those_of_the_source_and_the_rest_is_the_base_s(tmp_path: Path
         scalars = [n for n in artifact.objects.names() if n.endswith("input_scale_divisor")]
         assert len(scalars) == n_words == len(decoder_objects()) - len(KEPT_OBJECTS)
     assert any("equal" in note for note in result.notes)
+
+
+def test_report_and_plan_tell_the_two_folders_apart(pair: Pair, tmp_path: Path) -> None:
+    result = built(pair, tmp_path)
+    report, plan = json.loads(report_of(result.path).read_text()), to_json(plan_pair(pair))
+    for document in (report, plan):
+        assert document["source"]["folder"] == str(pair.source.folder)
+        assert document["base"]["folder"] == str(pair.base.folder)
+    assert report["arguments"]["base"] == str(pair.base.folder)
+    records = {record["name"]: record for record in report["objects"]}
+    assert records["text/layers/2/mlp/down"]["origin"] == "packed"
+    assert "error" not in records["text/layers/2/mlp/down"]
+    assert records["text/token_embedding"]["origin"] == "base"
 
 
 def test_bytes_do_not_depend_on_workers_or_steps(pair: Pair, tmp_path: Path) -> None:
