@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_convert.checkpoint import Checkpoint, Shard, TensorRef
+from ninfer_convert.problems import Problem
 from ninfer_convert.sources.bf16 import DIRECT_DTYPES, to_bf16_words
 from ninfer_format import SourceError
 from ninfer_format.numeric.direct import widen_bf16
@@ -173,7 +174,7 @@ class LogicalCheckpoint:
         *,
         faults: Sequence[Fault] = (),
         unavailable: frozenset[str] = frozenset(),
-        problems: Sequence[Any] = (),
+        problems: Sequence[Problem] = (),
         notes: Sequence[str] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:

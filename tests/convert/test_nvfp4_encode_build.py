@@ -22,8 +22,8 @@ from ninfer_format.numeric.direct import widen_bf16
 from ninfer_format.numeric.grouped_mse import quantize_groups_mse
 from ninfer_format.numeric.nvfp4_divisor import max_divisor
 from ninfer_format.numeric.nvfp4_encode import Method, encode_nvfp4
-from tests.convert.nvfp4 import wide_config
-from tests.convert.tiny import TinyCheckpoint, Words, frontend_files, random_words, shapes_of
+from tests.convert.nvfp4 import Matrix, stored, wide_config
+from tests.convert.tiny import TinyCheckpoint, Words, frontend_files, random_words, shapes_of, unfuse_experts
 
 PlanOf = Callable[..., ConversionPlan]
 Floats = NDArray[np.float32]
@@ -232,3 +232,35 @@ def test_resume_with_another_method_or_other_statistics_is_refused(
     content = out.read_bytes()
     build(plan_of(checkpoint, **options, force=True))
     assert out.read_bytes() == content
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_our_words_stored_as_compressed_tensors_come_back_bit_for_bit(
+    tmp_path: Path, plan_of: PlanOf, moe: bool
+) -> None:
+    checkpoint = wide(tmp_path / "wide", moe=moe)
+    unfuse_experts(checkpoint.tensors)
+    plan = plan_of(checkpoint.save(), out=tmp_path / "own.ninfer", recipe="nvfp4", model_id="same")
+    target = plan.require()
+    with Artifact.open(build(plan).path) as artifact:
+        for entry, source in zip(target.inventory.objects, target.sources, strict=True):
+            if not isinstance(entry, TensorEntry) or entry.format != "NVFP4":
+                continue
+            words, row = artifact.words(entry.name), 0
+            assert words.scales is not None
+            assert words.divisor is not None
+            for run in source.runs:
+                stem, rows = run.tensor.removesuffix(".weight"), slice(row, row + run.count)
+                n_rows, width = checkpoint.tensors[run.tensor].shape if run.tensor in checkpoint.tensors else (0, 0)
+                if n_rows:
+                    del checkpoint.tensors[run.tensor]
+                    empty = np.zeros((n_rows, width // 2), np.uint8), np.zeros((n_rows, width // 16), np.uint8)
+                    matrix = Matrix(*empty, words.divisor, np.float32(1))
+                    checkpoint.tensors |= stored(stem, matrix, "compressed-tensors")
+                into = slice(run.begin, run.begin + run.count)
+                checkpoint.tensors[f"{stem}.weight_packed"][into] = words.codes[rows]
+                checkpoint.tensors[f"{stem}.weight_scale"].view(np.uint8)[into] = words.scales[rows]
+                row += run.count
+    again = plan_of(checkpoint.save(), out=tmp_path / "again.ninfer", model_id="same")
+    assert again.require().config.recipe.name == "nvfp4"
+    assert build(again).path.read_bytes() == (tmp_path / "own.ninfer").read_bytes()
