@@ -76,7 +76,8 @@ def test_float_file_gives_the_words_it_was_made_of(
     checkpoint = wide(tmp_path / "c", moe=moe, seed=fresh_seed, key_heads=key_heads)
     of_checkpoint(tmp_path / "m.gguf", checkpoint, fused=fused)
     with open_gguf(tmp_path / "m.gguf").checkpoint as source:
-        assert source.problems == source.faults == ()
+        assert source.problems == ()
+        assert source.faults == ()
         assert source.tensors.keys() == checkpoint.tensors.keys()
         for name, words in checkpoint.tensors.items():
             assert source.tensors[name].shape == words.shape
