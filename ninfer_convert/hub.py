@@ -215,7 +215,7 @@ def _told(name: HubName) -> Iterator[None]:
 
 def _unreachable(name: HubName, error: Exception) -> StorageError:
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return StorageError(f"{name}: the Hub cannot be reached ({reason}); try again")
+    return StorageError(f"{name}: the Hub cannot be reached ({reason}); try again, what was received is kept")
 
 
 def cached_snapshot(owner: str, name: str, revision: str | None) -> Path | None:
