@@ -119,6 +119,7 @@ def test_kill_at_random_moments_loses_nothing_and_resumes_byte_identically(
             killed_after(rng.uniform(0, 1.05 * whole), dense.folder, out, resume=attempt > 0)
             if out.exists():
                 assert out.read_bytes() == reference
+                whole *= 0.85  # the machine has become faster than it was when it was timed
                 break
         hits += temporary_of(out).exists()
         if out.exists():
