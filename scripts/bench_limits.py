@@ -58,7 +58,7 @@ def encoders_alone(folder: Path, recipe: str, device: str) -> float:
             return out
 
     items = [
-        (StoredObject(plan, entry, source, lanes.piece), np.zeros(entry.n_bytes, np.uint8))
+        (StoredObject(plan, entry, source, lanes.piece), np.full(entry.n_bytes, 1, np.uint8))  # pages touched now
         for entry, source in zip(target.inventory.objects, target.sources, strict=True)
     ]
     pool, advanced = words, threading.Condition()
