@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ninfer_convert.edit import TEMPLATE, TOKENIZER_CONFIG, apply, plan_identity, plan_template
@@ -144,6 +144,7 @@ def test_container_without_a_template_is_refused(tmp_path: Path) -> None:
         set_template(GOLDEN / "tiny_v2.ninfer", tmp_path / "y.ninfer", written(tmp_path / "t.jinja", JINJA))
 
 
+@settings(deadline=None)
 @given(
     before=st.dictionaries(
         st.text(max_size=4), st.text() | st.integers() | st.lists(st.text(), max_size=2), max_size=4

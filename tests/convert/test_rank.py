@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,15 @@ MAIN = "import sys; from ninfer_convert.cli import main; sys.argv[0] = 'ninfer-c
 WITHOUT_TOKENIZERS = "import sys; sys.modules['tokenizers'] = None; " + MAIN
 
 
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
+@cache
+def trained() -> Vocabulary:
     """That of the trained tiny model: byte-level BPE with the Qwen pre-tokenizer."""
     return load_vocabulary(TRAINED)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return trained()
 
 
 def sample(seed: int, lines: int = 400) -> str:
@@ -56,12 +62,12 @@ WORDS = st.sampled_from(["a", "Word", "don't", "1", "2024", ".", "...", "é", "e
 GAPS = st.sampled_from(["", " ", "  ", "\n", "\n\n", " \n", "\r\n", "\n  ", "\t", "\u00a0", "\u2028", "\n\t\n"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(parts=st.lists(st.tuples(WORDS, GAPS), max_size=60), piece=st.integers(1, 30), limit=st.integers(1, 60))
 def test_pieces_tokenize_as_the_whole_text_does(
     tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[str, str]], piece: int, limit: int
 ) -> None:
-    vocabulary = load_vocabulary(TRAINED)
+    vocabulary = trained()
     text = "".join(word + gap for word, gap in parts)
     corpus = Corpus(file(tmp_path_factory.getbasetemp() / "pieces.txt", text))
     pieces = list(corpus.pieces(piece, max(piece, limit)))

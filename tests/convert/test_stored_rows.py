@@ -21,10 +21,10 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def payload_of(format: str, shape: tuple[int, ...], rng: np.random.Generator) -> bytes:
-    """Random legal words."""
+    """Random legal words, all of them numbers."""
     fmt, layout = NUMERIC_FORMATS[format], layout_for(format)
     if fmt.kind == "direct":
-        words = rng.integers(0, 1 << 15, shape).astype({2: np.uint16, 4: np.int32}[fmt.word_bytes])
+        words = rng.integers(0, 0x7F80, shape).astype({2: np.uint16, 4: np.int32}[fmt.word_bytes])
         return pack_tensor(np.asarray(words), None, None, format, layout)
     n, k = shape
     if fmt.kind == "nvfp4":
