@@ -55,6 +55,8 @@ class EventLines(BuildObserver):
         self._lock = threading.Lock()
         self._born = self._began = self._told = clock()
         self._total = self._resumed = self._done = 0
+        self._ended = False
+        """Whether the last line is out: a thread that a second interrupt left running must not write after it."""
 
     def started(self, total_bytes: int, n_objects: int, resumed: Sequence[Entry]) -> None:
         self._total, self._resumed = total_bytes, sum(entry.n_bytes for entry in resumed)
@@ -91,18 +93,23 @@ class EventLines(BuildObserver):
         """The last line of a build that did not end well."""
         listed = [{"code": p.code, "where": p.where, "message": p.message, "advice": p.advice} for p in problems]
         ending = {"exit_code": exit_code, "error": message, "problems": listed, "resumable": resumable}
-        self._line("failed", ending)
+        with self._lock:
+            self._write_line("failed", ending)
+            self._ended = True
 
     def done(self, document: Mapping[str, Any]) -> None:
         """The last line of a build that did: ``document`` with its own schema."""
         with self._lock:
             self._write(json.dumps({"schema": document["schema"], "event": "done", **document}) + "\n")
+            self._ended = True
 
     def _line(self, event: str, members: Mapping[str, Any]) -> None:
         with self._lock:
             self._write_line(event, members)
 
     def _write_line(self, event: str, members: Mapping[str, Any]) -> None:
+        if self._ended:
+            return
         seconds = round(self._clock() - self._born, 3)
         self._write(json.dumps({"schema": SCHEMA, "event": event, "seconds": seconds, **members}) + "\n")
 

@@ -225,3 +225,12 @@ def test_failed_names_the_problems_of_a_plan(tmp_path: Path, dense: TinyCheckpoi
     EventLines(lines.append).failed("no", 1, resumable=False, problems=plan.problems)
     (failed,) = events_of(lines[0])
     assert [p["where"] for p in failed["problems"]] == [p.where for p in plan.problems]
+
+
+def test_nothing_follows_the_last_line_of_a_build_that_failed() -> None:
+    lines: list[str] = []
+    events = EventLines(lines.append)
+    events.failed("interrupted", 130, resumable=True)
+    events.advanced(1)
+    events.begun(ResourceEntry("frontend/tokenizer.json", "raw-bytes-v1", 0, 1))
+    assert [json.loads(line)["event"] for line in lines] == ["failed"]
