@@ -1,0 +1,143 @@
+"""What the CUDA backend asks of a device, and nothing about how: a card (``launch.py``) and the tests' emulator answer.
+
+Device memory is addressed by plain integers; a kernel gets one parameter struct (pointers first, then 4-byte members),
+a ``ctypes.Structure`` that mirrors the struct of the same name in the ``.cu`` file.
+
+Order: work on one stream runs in the order of the calls. A launch with ``pdl=True`` may *start* before the work ahead
+of it has ended, so its kernel calls ``grid_dependency_wait()`` before it touches anything that earlier work writes or
+reads; with ``pdl=False`` it starts when all earlier work on the stream has ended.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_format.errors import NinferError
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+
+Grid = tuple[int, int, int]
+Array = NDArray[Any]
+
+
+class DeviceError(NinferError):
+    """The device or its driver refused, or a kernel failed; after a kernel's failure nothing on the device is usable."""
+
+    exit_code = 3
+
+
+class DeviceMemoryError(DeviceError):
+    """Device or pinned memory that does not fit; the message says what, by how much, and which option helps."""
+
+
+class Event(Protocol):
+    """A point on a stream."""
+
+    def record(self, stream: "Stream") -> None:
+        """Put the point behind the work queued on ``stream`` so far. Not for streams that are being captured."""
+
+    def query(self) -> bool:
+        """Whether the point has been passed; True for an event that was never recorded."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the point has been passed."""
+
+    def elapsed_ms(self, since: "Event") -> float:
+        """Milliseconds from ``since`` to this event; both recorded and passed, both made with ``timing=True``."""
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until everything queued so far has ended. DeviceError if any of it failed."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything queued from now on start after ``event``; the host does not wait."""
+
+
+class Kernel(Protocol):
+    """One compiled, loaded variant."""
+
+    def launch(self, grid: Grid, params: ctypes.Structure, stream: Stream, *, pdl: bool = True) -> None:
+        """Queue the kernel: ``grid`` blocks of the spec's ``threads``; ``params`` is copied before the call returns."""
+
+
+class Graph(Protocol):
+    """Work recorded once and repeated by one call; pointers and parameters are those of the recording."""
+
+    n_nodes: int
+    n_bytes: int  # device memory that holding it took, 0 where unknown
+
+    def launch(self, stream: Stream) -> None:
+        """Queue all of the recorded work on ``stream``."""
+
+    def close(self) -> None:
+        """Give it back; no launch of it may be running."""
+
+
+class Device(Protocol):
+    """One card, or the emulator."""
+
+    arch: str  # compile target, for example "sm_120a"
+    name: str
+    n_sms: int
+    shared_per_sm: int  # bytes
+    l2_bytes: int
+    total_bytes: int  # device memory
+
+    def kernel(self, spec: KernelSpec) -> Kernel:
+        """The compiled variant; compiled and loaded at the first call, the same object afterwards."""
+
+    def prepare(self, specs: Iterable[KernelSpec]) -> None:
+        """Compile and load many variants in parallel, so that ``kernel`` answers at once."""
+
+    def free_bytes(self) -> int:
+        """Device memory that can still be allocated."""
+
+    def allocate(self, n_bytes: int) -> int:
+        """Device memory at an address that is a multiple of 256; content undefined. DeviceMemoryError."""
+
+    def free(self, pointer: int) -> None:
+        """Give back what ``allocate`` returned, once all work that uses it has ended."""
+
+    def allocate_host(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Pinned host memory, which copies asynchronously. It lives as long as the device object. DeviceMemoryError."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def event(self, *, timing: bool = False) -> Event:
+        """A new event; one that can measure time costs more to record."""
+
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Wait for one stream, or for everything on the device."""
+
+    def upload(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
+        """Copy a C-contiguous array to the device.
+
+        With a stream and pinned memory the call returns at once and ``array`` must stay unchanged until the copy has
+        run; otherwise the copy has ended when the call returns.
+        """
+
+    def download(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
+        """Fill a C-contiguous array from the device; asynchronous under the same rule as ``upload``."""
+
+    def copy(self, target: int, source: int, n_bytes: int, stream: Stream) -> None:
+        """Queue a copy between non-overlapping ranges of device memory."""
+
+    def fill(self, pointer: int, byte: int, n_bytes: int, stream: Stream) -> None:
+        """Queue setting ``n_bytes`` bytes to ``byte`` (0..255)."""
+
+    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
+        """Record what is queued on ``stream`` inside the block; none of it runs.
+
+        The Graph may be launched once the block has ended. Inside: launches, copies, fills and asynchronous uploads and
+        downloads of pinned memory on this stream only; no waiting, no allocation, no first use of a kernel.
+        """
+
+    def close(self) -> None:
+        """Give everything back: memory, graphs, modules, streams. The device is unusable afterwards."""
