@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 class DeviceError(NinferError):
-    """The device or its driver refused, or a kernel failed; after a kernel's failure nothing on the device is usable."""
+    """The device or its driver refused, or a kernel failed; after a kernel's failure the device is of no more use."""
 
     exit_code = 3
 
