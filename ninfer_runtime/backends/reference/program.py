@@ -23,7 +23,7 @@ from ninfer_runtime.backends.base import (
 from ninfer_runtime.models.binder import BoundModel
 
 from .book import Launched, RoundBook
-from .checks import check_ids, check_prefill, check_round, check_row, check_slot, require
+from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
 from .embedding import embed
 from .forward import Segment, decode_columns, head_logits
 from .gdn import replay

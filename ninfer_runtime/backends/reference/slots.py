@@ -8,7 +8,7 @@ import torch
 from ninfer_runtime.backends.base import Int32s, Place, ProgramLimits, StateSnapshot
 from ninfer_runtime.models.spec import ModelSpec
 
-from .checks import check_ids, require
+from ninfer_runtime.backends.checks import check_ids, require
 from .sampling import Counts
 from .state import Recurrent, empty_recurrent
 
