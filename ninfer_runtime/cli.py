@@ -10,7 +10,7 @@ import typer
 
 from ninfer_format.command import run_cli
 from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
-from ninfer_runtime.config import Dtype
+from ninfer_runtime.config import Dtype, KvDtype
 
 if TYPE_CHECKING:
     from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
@@ -25,9 +25,15 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file.")]
-Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference.")]
-Device = Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.")]
+Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference or cuda.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.  [the backend's own]"),
+]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Precision of the arithmetic.")]
+KvDtypeName = Annotated[
+    KvDtype, typer.Option("--kv-dtype", help="Storage of keys and values; auto keeps them as they are computed.")
+]
 MaxContext = Annotated[
     int | None,
     typer.Option("--max-context", parser=positive, metavar="N", help="Most tokens of prompt and answer.  [2048]"),
@@ -66,11 +72,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 
 def _engine_options(
-    file: Path, backend: str, device: str, dtype: Dtype, max_context: int | None, prefill_chunk: int
+    file: Path,
+    backend: str,
+    device: str | None,
+    dtype: Dtype,
+    kv_dtype: KvDtype,
+    max_context: int | None,
+    prefill_chunk: int,
 ) -> "EngineOptions":
     from ninfer_runtime.commands.options import EngineOptions
 
-    return EngineOptions(file, backend, device, dtype, max_context, prefill_chunk)
+    return EngineOptions(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk)
 
 
 def _sampling_options(
@@ -142,8 +154,9 @@ def generate(
     print_token_ids: PrintTokenIds = False,
     ignore_eos: IgnoreEos = False,
     backend: Backend = "reference",
-    device: Device = "cpu",
+    device: Device = None,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "auto",
     as_json: Json = False,
 ) -> int:
     """Answer one prompt: the answer on stdout, thinking and statistics on stderr."""
@@ -151,7 +164,7 @@ def generate(
     from ninfer_runtime.commands.generate import generate as run
 
     return run(
-        _engine_options(file, backend, device, dtype, max_context, prefill_chunk),
+        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk),
         PromptOptions(prompt, messages, ids),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
         _answer_options(
@@ -191,15 +204,16 @@ def chat(
     raw_output: RawOutput = False,
     print_token_ids: PrintTokenIds = False,
     backend: Backend = "reference",
-    device: Device = "cpu",
+    device: Device = None,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "auto",
     statistics: Annotated[bool, typer.Option("--statistics", help="Print times after every answer.")] = False,
 ) -> int:
     """Talk to the model: /reset forgets, /quit leaves, Ctrl-C stops an answer."""
     from ninfer_runtime.commands.chat import chat as run
 
     return run(
-        _engine_options(file, backend, device, dtype, max_context, prefill_chunk),
+        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
         _answer_options(
             max_new,
@@ -223,14 +237,15 @@ def logits(
     out: Annotated[Path, typer.Option("--out", metavar="X.npz", help="File to write: logits and ids.")],
     prefill_chunk: PrefillChunk = 1024,
     backend: Backend = "reference",
-    device: Device = "cpu",
+    device: Device = None,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "auto",
 ) -> int:
     """Write the logits after every given token, all rows of the head, as float32."""
     from ninfer_runtime.commands.logits import logits as run
     from ninfer_runtime.commands.parsing import token_ids
 
-    return run(_engine_options(file, backend, device, dtype, None, prefill_chunk), token_ids(ids), out)
+    return run(_engine_options(file, backend, device, dtype, kv_dtype, None, prefill_chunk), token_ids(ids), out)
 
 
 @app.command()
@@ -240,14 +255,15 @@ def score(
     max_context: MaxContext = None,
     prefill_chunk: PrefillChunk = 1024,
     backend: Backend = "reference",
-    device: Device = "cpu",
+    device: Device = None,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "auto",
     as_json: Json = False,
 ) -> int:
     """Print the perplexity of a text."""
     from ninfer_runtime.commands.score import score as run
 
-    return run(_engine_options(file, backend, device, dtype, max_context, prefill_chunk), text, as_json=as_json)
+    return run(_engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk), text, as_json=as_json)
 
 
 @app.command()
@@ -267,15 +283,16 @@ def calibrate(
     max_context: MaxContext = None,
     prefill_chunk: PrefillChunk = 1024,
     backend: Backend = "reference",
-    device: Device = "cpu",
+    device: Device = None,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "auto",
 ) -> int:
     """Measure what the matrices multiply, for `ninfer-convert build --activation-stats`."""
     from ninfer_runtime.commands.calibrate import CalibrationSources
     from ninfer_runtime.commands.calibrate import calibrate as run
 
     sources = CalibrationSources(text or (), messages or (), max_tokens)
-    options = _engine_options(file, backend, device, dtype, max_context, prefill_chunk)
+    options = _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk)
     return run(options, sources, out, channels=not amax_only)
 
 

@@ -130,7 +130,7 @@ DEFAULT_SAMPLING: Mapping[tuple[Architecture, bool], SamplingParams] = {
 class EngineConfig:
     """Everything fixed when an engine starts.
 
-    backend        name in ``ninfer_runtime.backends``: "reference"
+    backend        name in ``ninfer_runtime.backends``: "reference" or "cuda"
     device         torch-style device of the backend: "cpu", "cuda", "cuda:1"
     dtype          rounding profile of the arithmetic (``specs/models.md``)
     kv_dtype       storage of keys and values; "auto" keeps them in ``dtype``

@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.config import Dtype
+from ninfer_runtime.config import Dtype, KvDtype
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which model runs where. ``max_context`` None: as much as the command needs or 2048."""
+    """Which model runs where. ``max_context`` None: as much as the command needs or 2048; ``device`` None: the
+    backend's own."""
 
     path: Path
     backend: str = "reference"
-    device: str = "cpu"
+    device: str | None = None
     dtype: Dtype = "bfloat16"
+    kv_dtype: KvDtype = "auto"
     max_context: int | None = None
     prefill_chunk: int = 1024
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ninfer_format.errors import UsageError
 from ninfer_format.model_config import ModelConfig, config_of
 from ninfer_format.reader import Artifact
+from ninfer_runtime.backends import NAMES, default_device
 from ninfer_runtime.commands.options import EngineOptions
 from ninfer_runtime.config import Architecture, EngineConfig
 from ninfer_runtime.text.frontend import Frontend
@@ -56,8 +57,9 @@ class Session:
             wanted = min(wanted, limit)
         return EngineConfig(
             backend=options.backend,
-            device=options.device,
+            device=options.device or default_device(options.backend),
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             max_context=wanted,
             prefill_chunk=options.prefill_chunk,
         )
@@ -76,8 +78,6 @@ class Session:
 @contextmanager
 def open_session(options: EngineOptions) -> Iterator[Session]:
     """Open the artifact; UsageError for a backend that does not exist, before anything is read."""
-    from ninfer_runtime.backends import NAMES
-
     if options.backend not in NAMES:
         raise UsageError(f"--backend is {options.backend!r}, expected one of {', '.join(NAMES)}")
     with Artifact.open(options.path) as artifact:
