@@ -1,0 +1,91 @@
+// What a round hands from kernel to kernel, and what travels to and from the host. Mirrored in ops/round_state.py.
+// Column c of a round with B rows and q columns is column i of row b: c = b * q + i.
+#pragma once
+
+constexpr int MAX_ROWS = 8;
+constexpr int MAX_COLUMNS = 6;
+constexpr int MAX_STOP_IDS = 64;
+
+// RowStatus of backends/base.py.
+constexpr int STATUS_RUNNING = 0;
+constexpr int STATUS_STOP_ID = 1;
+constexpr int STATUS_BUDGET = 2;
+constexpr int STATUS_NOT_FINITE = 3;
+constexpr int STATUS_FROZEN = 4;
+
+// One resolved row; an array of MAX_ROWS, written by round_begin and read by everything in the round.
+struct RowState {
+    int slot;
+    int start;          // index of column 0
+    int n_columns;      // 0: the row is frozen, nothing of it is evaluated or folded
+    int rope_delta;
+    int fold_columns;   // columns of the slot's pending record to fold before this round's columns
+    int fold_buffer;    // which of the slot's two record buffers holds them
+    int record_buffer;  // which one receives this round's record
+    int budget;         // tokens the row may still emit, at its start
+    int verify;         // 1: columns 1.. are drafts, 0: they are known tokens
+    int status;         // these four: 0 (or FROZEN) at the start, the outcome at the end
+    int emitted;
+    int accepted;
+    int columns;
+    int reserved[3];
+};
+static_assert(sizeof(RowState) == 64, "mirrored by ops/round_state.py");
+
+// First bytes of the packed input.
+struct RoundHeader {
+    int has_previous;  // rows continue from the result buffer: column 0, start, budget, fold_columns, counts
+    int verify;
+    int has_mask;
+    int n_top;         // -1: no logprobs; otherwise how many of the most likely ids besides the drawn one
+    int reserved[12];
+};
+static_assert(sizeof(RoundHeader) == 64, "mirrored by ops/round_state.py");
+
+// One row as the host packs it, and its sampling parameters. Float64 as in the reference.
+struct RowInput {
+    uint64_t seed;
+    double temperature;
+    double top_p;
+    double min_p;
+    double presence;
+    double frequency;
+    int slot;
+    int n_columns;
+    int start;
+    int rope_delta;
+    int budget;
+    int fold_columns;
+    int fold_buffer;
+    int record_buffer;
+    int top_k;          // 0 or below: off
+    int n_stop_ids;
+    int bias_begin;     // range of the bias entries, ids ascending
+    int n_bias;
+    int token_ids[MAX_COLUMNS];
+    int reserved[2];
+    int stop_ids[MAX_STOP_IDS];
+};
+static_assert(sizeof(RowInput) == 384, "mirrored by ops/round_state.py");
+
+struct BiasEntry {
+    double value;
+    int token_id;
+    int reserved;
+};
+static_assert(sizeof(BiasEntry) == 16, "mirrored by ops/round_state.py");
+
+// One row as the host reads it back, and as a following round continues from it.
+struct RowOutput {
+    int status;
+    int start;
+    int emitted;
+    int accepted;
+    int columns;                  // inputs a full commit folds
+    int budget;                   // in force at the start of the round
+    int empty_mask;               // 1: a column that was reached may draw nothing
+    int reserved;
+    int token_ids[MAX_COLUMNS];   // 0 from `emitted` on
+    int padding[2];
+};
+static_assert(sizeof(RowOutput) == 64, "mirrored by ops/round_state.py");
