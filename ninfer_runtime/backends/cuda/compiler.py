@@ -148,7 +148,7 @@ class Sources:
         return self._texts[name]
 
     def headers(self, name: str) -> dict[str, str]:
-        """Every header that ``name`` reaches, by the name in its ``#include``; a missing one is the compiler's to report."""
+        """Every header that ``name`` reaches, by its ``#include`` name; a missing one is the compiler's to report."""
         reached: dict[str, str] = {}
         waiting = [name]
         while waiting:
@@ -250,7 +250,7 @@ class Compiler:
         return CompileError(f"kernel {spec.variant} does not compile for {self.arch}: {first} ({where})")
 
     def compile_all(self, specs: Iterable[KernelSpec], jobs: int | None = None) -> dict[KernelSpec, Cubin]:
-        """The cubins of many specs, compiled on ``jobs`` threads (default: all cores); the first CompileError ends it."""
+        """The cubins of many specs, made on ``jobs`` threads (default: all cores); the first CompileError ends it."""
         wanted = list(dict.fromkeys(specs))
         groups: dict[tuple[str, tuple[str, ...]], list[KernelSpec]] = {}
         for spec in wanted:

@@ -153,7 +153,7 @@ class CudaKernel:
 
 
 class CudaGraph:
-    """``device.Graph`` of the driver; across ``n_programmatic`` of its edges a kernel starts before the one ahead ends."""
+    """``device.Graph`` of the driver; behind ``n_programmatic`` of its edges a kernel may start early."""
 
     def __init__(self, calls: Driver) -> None:
         self._calls = calls
