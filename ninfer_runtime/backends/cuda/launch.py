@@ -270,6 +270,12 @@ class CudaDevice:
         pinned: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
         return pinned
 
+    def free_host(self, array: NDArray[np.uint8]) -> None:
+        """See ``device.Device``."""
+        address = array.ctypes.data
+        del self._pinned[address]
+        self._calls.call("giving pinned memory back", "cuMemFreeHost", address)
+
     def stream(self) -> CudaStream:
         """See ``device.Device``."""
         return CudaStream(self._calls)
