@@ -1,0 +1,93 @@
+// Packed weight blocks ("tiles") as mma.m16n8k16 operand A. Layout and the order of K: packing.py; oracle there, too.
+// A block is 16 rows x Tile<F>::STEP columns. Lane = 4 g + t owns, of every 64-column group, columns 8t..8t+7 (mma 0, 1)
+// and 32+8t..32+8t+7 (mma 2, 3): operand B of token n = g is two 16-byte loads from a row-major activation, of which
+// .x .y are b0 b1 of the even mma and .z .w of the odd one. Codes come out as exact bf16; scales multiply sums.
+#pragma once
+
+#include "common.cuh"
+
+enum TileFormat { Q4, Q5, Q6, W8, BF16 };  // TileFormat.code of packing.py
+
+template <int F>
+struct Tile {
+    static_assert(F >= Q4 && F <= BF16, "format");
+    static constexpr int STEP = F <= Q6 ? 128 : 64;                                    // columns of a block
+    static constexpr int GROUPS = STEP / 64;                                           // 64-column groups of a block
+    static constexpr int WORDS = F == Q4 ? 4 : F == Q5 ? 5 : F == Q6 ? 6 : F == W8 ? 8 : 16;  // per lane and group
+    static constexpr int PIECES = WORDS / 4;                                           // 16-byte pieces of them
+    static constexpr int REST = WORDS % 4;                                             // words behind the pieces
+    static constexpr int REST_AT = GROUPS * PIECES * 512;
+    static constexpr int SCALES_AT = REST_AT + GROUPS * REST * 128;
+    static constexpr int SCALE_BYTES = F == BF16 ? 0 : 64;
+    static constexpr int BLOCK_BYTES = SCALES_AT + SCALE_BYTES;
+};
+
+// The lane's words of one 64-column group; block is 16-byte aligned, in shared or global memory.
+template <int F>
+DEVICE void tile_words(uint32_t (&words)[Tile<F>::WORDS], const unsigned char* block, int group, int lane) {
+    using L = Tile<F>;
+#pragma unroll
+    for (int piece = 0; piece < L::PIECES; ++piece) {
+        const uint4 v = *reinterpret_cast<const uint4*>(block + (group * L::PIECES + piece) * 512 + lane * 16);
+        words[4 * piece] = v.x;
+        words[4 * piece + 1] = v.y;
+        words[4 * piece + 2] = v.z;
+        words[4 * piece + 3] = v.w;
+    }
+    const unsigned char* rest = block + L::REST_AT + (lane * L::GROUPS + group) * L::REST * 4;
+    if constexpr (L::REST == 1) {
+        words[4] = *reinterpret_cast<const uint32_t*>(rest);
+    } else if constexpr (L::REST == 2) {
+        const uint2 v = *reinterpret_cast<const uint2*>(rest);
+        words[4] = v.x;
+        words[5] = v.y;
+    }
+}
+
+// Binary16 scale pairs of the lane's rows: .x row g, .y row g+8; low half first 64-column group (W8: first 32 columns).
+template <int F>
+DEVICE uint2 tile_scales(const unsigned char* block, int lane) {
+    static_assert(Tile<F>::SCALE_BYTES == 64, "BF16 has no scales");
+    return *reinterpret_cast<const uint2*>(block + Tile<F>::SCALES_AT + (lane >> 2) * 8);
+}
+
+// Two codes as bf16: 0x4300 | u is exactly 128 + u for u < 128. (a & b) | c is one lop3.
+DEVICE uint32_t tile_codes(uint32_t word, uint32_t mask, uint32_t minus) {
+    return fma_bf16x2(lop3<0xea>(word, mask, 0x43004300u), 0x3f803f80u, minus);
+}
+
+// Register i of operand A of mma j; J and I are constants after unrolling.
+template <int F>
+DEVICE uint32_t tile_pair(const uint32_t (&words)[Tile<F>::WORDS], int j, int i) {
+    const int p = 4 * j + i;
+    if constexpr (F == Q4) {
+        return tile_codes(words[i] >> (4 * j), 0x000f000fu, 0xc308c308u);  // -136
+    } else if constexpr (F == Q5) {
+        if (p < 15) return tile_codes(words[p / 3] >> (5 * (p % 3)), 0x001f001fu, 0xc310c310u);  // -144
+        uint32_t u = lop3<0xea>(words[4] >> 11, 0x00100010u, 0x43004300u);
+        u = lop3<0xea>(words[3] >> 12, 0x00080008u, u);
+        u = lop3<0xea>(words[2] >> 13, 0x00040004u, u);
+        u = lop3<0xea>(words[1] >> 14, 0x00020002u, u);
+        u = lop3<0xea>(words[0] >> 15, 0x00010001u, u);
+        return fma_bf16x2(u, 0x3f803f80u, 0xc310c310u);
+    } else if constexpr (F == Q6) {
+        if (p < 12) return tile_codes(words[p / 2] >> (6 * (p % 2)), 0x003f003fu, 0xc320c320u);  // -160
+        const uint32_t low = lop3<0xea>(words[i] >> 12, 0x000f000fu, 0x43004300u);
+        const uint32_t u = lop3<0xea>(words[4 + i / 2] >> (8 + 2 * (i % 2)), 0x00300030u, low);
+        return fma_bf16x2(u, 0x3f803f80u, 0xc320c320u);
+    } else if constexpr (F == W8) {
+        // q = low seven bits - 128 sign: (128 + low) + (-128 or -256), which differ in one bit.
+        const uint32_t word = words[4 * (j / 2) + i] >> (8 * (j % 2));
+        const uint32_t low = lop3<0xea>(word, 0x007f007fu, 0x43004300u);
+        return fma_bf16x2(low, 0x3f803f80u, lop3<0xea>(word, 0x00800080u, 0xc300c300u));
+    } else {
+        return words[p];
+    }
+}
+
+// Operand A of mma j of the group.
+template <int F>
+DEVICE void tile_operand(uint32_t (&a)[4], const uint32_t (&words)[Tile<F>::WORDS], int j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = tile_pair<F>(words, j, i);
+}
