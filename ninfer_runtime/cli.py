@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ninfer_format.command import run_cli
+from ninfer_runtime.commands.bench import bench
 from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(bench)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file.")]
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference or cuda.")]

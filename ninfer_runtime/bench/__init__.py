@@ -1,0 +1,1 @@
+"""Synthetic artifacts and benchmarks: ``ninfer-run bench`` (specs/benchmarks.md)."""

@@ -1,0 +1,198 @@
+"""``ninfer-run bench``: synthetic artifacts and benchmarks (specs/benchmarks.md)."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ninfer_runtime.commands.parsing import positive, unsigned
+from ninfer_runtime.config import Dtype, KvDtype
+
+if TYPE_CHECKING:
+    from ninfer_runtime.bench.running import BenchOptions
+    from ninfer_runtime.bench.suite import Output
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure speed against what the machine can do; write synthetic artifacts.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file.")]
+Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: cuda or reference.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cpu|cuda", help="Where to run; cuda:1 is the second card.  [the backend's own]"),
+]
+DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Precision of the arithmetic.")]
+KvDtypeName = Annotated[
+    KvDtype | None,
+    typer.Option("--kv-dtype", help="Storage of keys and values.  [int8; reference: auto]"),
+]
+Context = Annotated[
+    list[int] | None,
+    typer.Option("--context", parser=positive, metavar="N", help="Tokens before the rounds; repeatable.  [7680]"),
+]
+Rounds = Annotated[int, typer.Option("--rounds", parser=positive, metavar="N", help="Rounds to time.")]
+PrefillChunk = Annotated[
+    int, typer.Option("--prefill-chunk", parser=positive, metavar="N", help="Prompt tokens at a time.")
+]
+Seed = Annotated[int, typer.Option("--seed", parser=unsigned, metavar="N", help="Of the random tokens.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also draw the roofline.")]
+
+
+def _options(
+    file: Path, backend: str, device: str | None, dtype: Dtype, kv_dtype: KvDtype | None, chunk: int, seed: int
+) -> "BenchOptions":
+    from ninfer_runtime.backends import default_device
+    from ninfer_runtime.bench.running import BenchOptions
+
+    chosen: KvDtype = kv_dtype or ("auto" if backend == "reference" else "int8")
+    return BenchOptions(file, backend, device or default_device(backend), dtype, chosen, chunk, seed)
+
+
+def _output(as_json: bool, plot: Path | None, folder: Path | None = None) -> "Output":
+    from ninfer_runtime.bench.suite import Output
+
+    return Output(as_json, plot, folder)
+
+
+@bench.command()
+def synth(
+    identity: Annotated[str, typer.Argument(metavar="MODEL/RECIPE", show_default=False, help="What to imitate.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="File to write.")],
+    layers: Annotated[
+        int | None, typer.Option("--layers", parser=positive, metavar="N", help="Only the first N decoder layers.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="JSON", help="Sizes of a model that is not published.")
+    ] = None,
+    seed: Seed = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write an artifact of exact structure with random weights."""
+    from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
+
+    plan = plan_synthetic(identity, n_layers=layers, config=config)
+    report = write_synthetic(plan, out, seed=seed, overwrite=overwrite)
+    sys.stdout.write(report.to_text(as_json=as_json))
+    return 0
+
+
+@bench.command()
+def decode(
+    file: File,
+    context: Context = None,
+    rows: Annotated[int, typer.Option("--rows", parser=positive, metavar="B", help="Sequences side by side.")] = 1,
+    columns: Annotated[int, typer.Option("--columns", parser=positive, metavar="Q", help="Columns of each row.")] = 1,
+    rounds: Rounds = 64,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    prefill_chunk: PrefillChunk = 1024,
+    seed: Seed = 0,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> int:
+    """Time decode rounds at given contexts."""
+    from ninfer_runtime.bench.decode import Shape
+    from ninfer_runtime.bench.suite import CONTEXT, bench_decode
+
+    shapes = [Shape(tokens, rows, columns, rounds) for tokens in context or [CONTEXT]]
+    options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
+    return bench_decode(options, shapes, _output(as_json, plot))
+
+
+@bench.command()
+def prefill(
+    file: File,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option("--tokens", parser=positive, metavar="N", help="Length of the prompt; repeatable.  [7680]"),
+    ] = None,
+    late: Annotated[
+        int | None,
+        typer.Option("--late", parser=positive, metavar="N", help="Also time attention of a chunk behind N tokens."),
+    ] = None,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    prefill_chunk: PrefillChunk = 1024,
+    seed: Seed = 0,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> int:
+    """Time prompts, and the attention of a late chunk."""
+    from ninfer_runtime.bench.prefill import LateChunk, Prompt
+    from ninfer_runtime.bench.suite import CONTEXT, bench_prefill
+
+    prompts = [Prompt(n_tokens) for n_tokens in tokens or [CONTEXT]]
+    options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
+    chunk = None if late is None else LateChunk(late, prefill_chunk)
+    return bench_prefill(options, prompts, chunk, _output(as_json, plot))
+
+
+@bench.command()
+def load(
+    file: File,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    as_json: Json = False,
+) -> int:
+    """Time the start: page cache to device."""
+    from ninfer_runtime.bench.suite import bench_load
+
+    return bench_load(_options(file, backend, device, dtype, kv_dtype, 1024, 0), _output(as_json, None))
+
+
+@bench.command()
+def ops(
+    file: File,
+    context: Annotated[
+        int, typer.Option("--context", parser=positive, metavar="N", help="Of the column rounds.")
+    ] = 7680,
+    rounds: Rounds = 64,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> int:
+    """Time matrix launches by kind, and rounds of 4 to 32 columns against one."""
+    from ninfer_runtime.bench.suite import bench_ops
+
+    options = _options(file, backend, device, dtype, kv_dtype, 1024, seed)
+    return bench_ops(options, context, rounds, _output(as_json, None))
+
+
+@bench.command(name="all")
+def everything(
+    file: File,
+    context: Context = None,
+    rounds: Rounds = 64,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="FOLDER", help="Write <date>-<device>.json there.")
+    ] = None,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    prefill_chunk: PrefillChunk = 1024,
+    seed: Seed = 0,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> int:
+    """Measure everything, by default at 7,680, 65,536 and 250,000 tokens of context."""
+    from ninfer_runtime.bench.suite import CONTEXTS, bench_all
+
+    options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
+    return bench_all(options, tuple(context or CONTEXTS), rounds, _output(as_json, plot, record))
