@@ -1,0 +1,203 @@
+"""The bound model's tensors in device memory: packed matrices, the raw embedding, small vectors.
+
+``plan_weights`` says what goes where; nothing here computes. Matrices of one input that are multiplied in one launch
+stay apart, each in its own format: ``InputMatrices`` lists them in launch order and says which rows are whose.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ninfer_format.directory import TensorEntry
+from ninfer_format.errors import ArtifactError, UnsupportedError
+from ninfer_runtime.backends.cuda.arena import Taker
+from ninfer_runtime.backends.cuda.loader import Piece, Upload
+from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix
+from ninfer_runtime.models.binder import BoundModel
+from ninfer_runtime.models.qwen3_5 import AttentionWeights, GdnWeights, MlpWeights
+from ninfer_runtime.models.views import View
+
+GDN_PARTS = ("query", "key", "value", "z", "a", "b")
+ATTENTION_PARTS = ("query", "key", "gate", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a part's rows are: index of the matrix in its launch, and the first row there."""
+
+    matrix: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputMatrices:
+    """Matrices of one launch, and the parts their outputs consist of."""
+
+    matrices: tuple[PackedMatrix, ...]
+    parts: Mapping[str, Rows]
+
+    def at(self, part: str) -> Rows:
+        """Place of a part's rows."""
+        return self.parts[part]
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor stored as in the file, at a device address."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    pointer: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GdnTensors:
+    """A DeltaNet layer: inputs (query, key, value, z, a, b), output, convolution taps, decay, norm."""
+
+    inputs: InputMatrices
+    output: PackedMatrix
+    convolution: RawTensor
+    a_log: RawTensor
+    dt_bias: RawTensor
+    norm: RawTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """An attention layer: inputs (query, key, gate, value), output, query and key norms."""
+
+    inputs: InputMatrices
+    output: PackedMatrix
+    query_norm: RawTensor
+    key_norm: RawTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One decoder block."""
+
+    input_norm: RawTensor
+    mixer: GdnTensors | AttentionTensors
+    post_attention_norm: RawTensor
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """All tensors of the text model."""
+
+    embedding: RawTensor
+    layers: tuple[LayerTensors, ...]
+    final_norm: RawTensor
+    head: PackedMatrix
+
+    @property
+    def matrices(self) -> Sequence[PackedMatrix]:
+        """Every packed matrix, in the order a token meets them."""
+        out: list[PackedMatrix] = []
+        for layer in self.layers:
+            out += [*layer.mixer.inputs.matrices, layer.mixer.output, layer.gate_up, layer.down]
+        return (*out, self.head)
+
+    @property
+    def raw(self) -> Sequence[RawTensor]:
+        """Every tensor that stays as it is in the file."""
+        out = [self.embedding, self.final_norm]
+        for layer in self.layers:
+            mixer = layer.mixer
+            out += [layer.input_norm, layer.post_attention_norm]
+            if isinstance(mixer, GdnTensors):
+                out += [mixer.convolution, mixer.a_log, mixer.dt_bias, mixer.norm]
+            else:
+                out += [mixer.query_norm, mixer.key_norm]
+        return out
+
+
+class _Placer:
+    """Takes memory for tensors by name, each once."""
+
+    def __init__(self, model: BoundModel, taker: Taker) -> None:
+        self._objects = model.artifact.objects
+        self._path = model.artifact.path
+        self._taker = taker
+
+    def entry(self, name: str) -> TensorEntry:
+        entry = self._objects[name]
+        if not isinstance(entry, TensorEntry):
+            raise ArtifactError(f"{self._path}: object {name!r} is a resource, expected a tensor")
+        return entry
+
+    def packed(self, view: View, *, interleaved: bool = False) -> PackedMatrix:
+        """The whole matrix that ``view`` is on."""
+        entry = self.entry(view.name)
+        if entry.format not in TILE_FORMATS:
+            raise UnsupportedError(
+                f"{self._path}: {view.name} is stored in {entry.format}, the cuda backend runs "
+                f"{', '.join(TILE_FORMATS)}; use --backend reference"
+            )
+        matrix = PackedMatrix(view.name, entry.format, entry.shape[0], entry.shape[1], 0, interleaved)
+        return matrix.at(self._taker.take(f"weights/{view.name}", matrix.n_bytes))
+
+    def raw(self, view: View) -> RawTensor:
+        """A tensor as it is in the file."""
+        entry = self.entry(view.name)
+        pointer = self._taker.take(f"weights/{view.name}", entry.n_bytes)
+        return RawTensor(view.name, entry.format, entry.shape, pointer, entry.n_bytes)
+
+    def inputs(self, weights: GdnWeights | AttentionWeights, parts: Sequence[str]) -> InputMatrices:
+        """The distinct matrices that hold ``parts``, in order of first use."""
+        views: Mapping[str, View] = {part: getattr(weights, part) for part in parts}
+        names = list(dict.fromkeys(view.name for view in views.values()))
+        firsts = {name: next(view for view in views.values() if view.name == name) for name in names}
+        places = {part: Rows(names.index(view.name), view.begin) for part, view in views.items()}
+        return InputMatrices(tuple(self.packed(firsts[name]) for name in names), MappingProxyType(places))
+
+
+def plan_weights(model: BoundModel, taker: Taker) -> DeviceWeights:
+    """Take memory for every tensor; UnsupportedError for formats and blocks that have no kernels."""
+    place = _Placer(model, taker)
+    embedding = place.raw(model.token_embedding)
+    layers: list[LayerTensors] = []
+    for w in model.layers:
+        if not isinstance(w.ffn, MlpWeights):
+            raise UnsupportedError(
+                f"{model.artifact.path}: {model.spec.architecture} has mixture-of-experts layers, the cuda backend "
+                "runs dense models; use --backend reference"
+            )
+        mixer: GdnTensors | AttentionTensors
+        if isinstance(w.mixer, GdnWeights):
+            mixer = GdnTensors(
+                inputs=place.inputs(w.mixer, GDN_PARTS),
+                output=place.packed(w.mixer.output),
+                convolution=place.raw(w.mixer.convolution),
+                a_log=place.raw(w.mixer.a_log),
+                dt_bias=place.raw(w.mixer.dt_bias),
+                norm=place.raw(w.mixer.norm),
+            )
+        else:
+            mixer = AttentionTensors(
+                inputs=place.inputs(w.mixer, ATTENTION_PARTS),
+                output=place.packed(w.mixer.output),
+                query_norm=place.raw(w.mixer.query_norm),
+                key_norm=place.raw(w.mixer.key_norm),
+            )
+        layers.append(
+            LayerTensors(
+                input_norm=place.raw(w.input_norm),
+                mixer=mixer,
+                post_attention_norm=place.raw(w.post_attention_norm),
+                gate_up=place.packed(w.ffn.gate, interleaved=True),
+                down=place.packed(w.ffn.down),
+            )
+        )
+    return DeviceWeights(embedding, tuple(layers), place.raw(model.final_norm), place.packed(model.output_head))
+
+
+def raw_upload(model: BoundModel, tensor: RawTensor) -> Upload:
+    """The upload of a tensor that stays as it is."""
+    artifact = model.artifact
+    entry = artifact.objects[tensor.name]
+    return Upload(tensor.name, (Piece(artifact.payload_offset + entry.offset, entry.n_bytes, tensor.pointer),))
