@@ -1,0 +1,473 @@
+// y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16 [T][x_stride].
+// Alignment: x 16 bytes, x_stride a multiple of 8 elements, tiles 128 bytes, outputs 4 bytes. Any T, N, K; columns of x
+// from K on are never used. Up to MATRICES matrices of the same K, any mix of FORMATS, one persistent grid.
+// Reference: backends/reference/linear.py. Weights are rounded to bf16 once, after the scale; products and sums are
+// exact and fp32; tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
+//
+// A block computes 256 rows (16 tile rows) of TOKENS tokens, a warp 2 tile rows of all of them. Weights go from global
+// memory to fragments in registers, one 64-column group ahead; activations through a ring of STAGES stages of 128
+// columns in shared memory. In a stage token row n of a group is 128 bytes, its 16-byte chunk c at c ^ 4 (n & 1), so that
+// the 8 lanes of a phase (two tokens, chunks 4 h + t) read all 32 banks.
+//
+// Work: tiles (row tile major, token tile minor: neighbours share weights) x stages, in one line. Whole waves of tiles
+// first, one tile per block; then the rest in equal spans of stages. A block that starts inside a tile leaves its sums
+// to the tile's owner, which is the block with the lower index that starts the tile, ends with it, and adds them in
+// index order.
+#include "common.cuh"
+#include "tiles.cuh"
+
+#ifndef FORMATS
+#define FORMATS 1
+#endif
+#ifndef TOKENS
+#define TOKENS 128
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+#ifndef MATRICES
+#define MATRICES 1
+#endif
+
+enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_large.py
+
+constexpr int WARPS = THREADS / WARP_LANES;
+constexpr int STAGE_COLUMNS = 128;
+constexpr int GROUP_COLUMNS = 64;
+constexpr int GROUP_BYTES = TOKENS * GROUP_COLUMNS * 2;
+constexpr int TOKEN_BYTES = 2 * GROUP_BYTES;                // of a stage
+constexpr int SCALE_BYTES = 32 * WARPS * 4;                 // of a stage: a word of each lane
+constexpr int STAGE_BYTES = TOKEN_BYTES + SCALE_BYTES;
+constexpr int STAGE_CHUNKS = STAGE_COLUMNS / 8;             // 16-byte chunks of a token in a stage
+constexpr int CHUNKS = TOKEN_BYTES / 16 / THREADS;          // chunks that a thread copies per stage
+constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;  // tokens that one chunk of every thread covers
+constexpr int N_TILES = TOKENS / 8;
+constexpr int N_BLOCK = 4;  // token tiles whose operands are in registers together
+
+constexpr int MAX_MATRICES = 6;
+
+static_assert(THREADS == 256 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
+static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
+static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
+
+struct LinearLargeParams {
+    const uint8_t* tiles[MAX_MATRICES];
+    void* out[MAX_MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16; RESIDUAL: fp32, added to
+    const uint16_t* x;
+    float* partials;   // per block: TOKENS * 256 sums
+    uint32_t* flags;   // per block; 0 between launches
+    int format[MAX_MATRICES];
+    int n_rows[MAX_MATRICES];       // of the output: half the matrix's for SWIGLU
+    int n_tile_rows[MAX_MATRICES];
+    int tile_row_bytes[MAX_MATRICES];
+    int first_pair[MAX_MATRICES];   // pairs of tile rows before this matrix
+    int out_stride[MAX_MATRICES];
+    int out_float[MAX_MATRICES];    // STORE: nonzero for fp32
+    int n_pairs;                // of all matrices
+    int n_tokens;
+    int token_tiles;
+    int k;
+    int x_stride;
+    int stages;                 // of a tile: ceil(k / 128)
+    int whole_tiles;            // computed by one block each
+    int shared_tiles;           // the rest
+};
+
+using Sums = float[2][N_TILES][4];
+
+// What a warp computes: two tile rows of one matrix (the second is a repetition when the matrix has an odd number).
+struct Assignment {
+    int matrix;  // -1: nothing, only copies
+    int tile_row;
+};
+
+DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
+    const int pair = row_tile * WARPS + warp_index();
+    if (pair >= p.n_pairs) return {-1, 0};
+    int matrix = 0;
+#pragma unroll
+    for (int m = 1; m < MATRICES; ++m)
+        if (pair >= p.first_pair[m]) matrix = m;
+    return {matrix, 2 * (pair - p.first_pair[matrix])};
+}
+
+// The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS.
+struct Activations {
+    uint32_t source;   // byte of the chunk from p.x on
+    int column;        // of the chunk's first element
+    int valid_passes;  // passes whose token exists
+
+    DEVICE Activations(const LinearLargeParams& p, int token_tile, int stage) {
+        const int first = token_tile * TOKENS + static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
+        column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
+        source = (static_cast<uint32_t>(first) * p.x_stride + column) * 2;
+        valid_passes = ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS);
+    }
+
+    // Copies one stage to byte `slot` of the ring and goes on to the next.
+    DEVICE void copy(const LinearLargeParams& p, unsigned char* ring, int slot) {
+        const int token = static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
+        const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
+        unsigned char* to =
+            ring + slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
+        const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
+        const uint32_t pass_bytes = TOKENS_PER_PASS * 2 * p.x_stride;
+        uint32_t from = source;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const bool valid = i < valid_passes && column < p.k;
+#ifdef RAGGED
+            if (valid && column + 8 > p.k) {  // the chunk in which the columns end
+                uint16_t* words = reinterpret_cast<uint16_t*>(to + i * TOKENS_PER_PASS * 128);
+                for (int c = 0; c < 8; ++c)
+                    words[c] = column + c < p.k ? reinterpret_cast<const uint16_t*>(x + from)[c] : uint16_t(0);
+            } else
+#endif
+                cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
+            from += pass_bytes;
+        }
+        source += STAGE_COLUMNS * 2;
+        column += STAGE_COLUMNS;
+    }
+};
+
+// The scale as two bf16 numbers, each twice, whose sum it is: code * upper + (code * lower) is rounded once.
+DEVICE void split_scale(float scale, uint32_t (&parts)[2]) {
+    parts[0] = pack_bf16(scale, scale);
+    const float rest = scale - bf16_lo(parts[0]);
+    parts[1] = pack_bf16(rest, rest);
+}
+
+// What a lane holds of one 64-column group of a tile row, or of half of it (BY_HALF).
+template <int FORMAT>
+struct LaneWeights {
+    using Layout = Tile<FORMAT>;
+    static constexpr bool BY_HALF = FORMAT == W8 || FORMAT == BF16;
+    static constexpr bool STAGED_SCALES = FORMAT <= Q6;  // scales come with the ring: a word per lane and stage
+    static constexpr int BLOCKS_PER_STAGE = STAGE_COLUMNS / Layout::STEP;
+    static_assert(!STAGED_SCALES || (BLOCKS_PER_STAGE == 1 && Layout::SCALE_BYTES == 64), "64 bytes per tile row");
+
+    uint32_t words[Layout::WORDS];
+    uint2 pairs;  // W8: scales of rows g and g + 8
+
+    // group counts from the start of the tile row; row: byte of the tile row from the matrix's first on.
+    DEVICE void load(const uint8_t* tiles, uint32_t row, int group, int half, int lane) {
+        const uint32_t block = row + static_cast<uint32_t>(group / Layout::GROUPS) * Layout::BLOCK_BYTES;
+        const int in_block = group % Layout::GROUPS;
+        constexpr int PIECES = Layout::PIECES / (BY_HALF ? 2 : 1);
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int piece = half * PIECES + i;
+            const uint4 v = load_16(tiles + (block + (in_block * Layout::PIECES + piece) * 512 + lane * 16));
+            words[4 * piece] = v.x;
+            words[4 * piece + 1] = v.y;
+            words[4 * piece + 2] = v.z;
+            words[4 * piece + 3] = v.w;
+        }
+        const uint32_t rest = block + Layout::REST_AT + (lane * Layout::GROUPS + in_block) * Layout::REST * 4;
+        if constexpr (Layout::REST == 1) words[4] = load_4(tiles + rest);
+        if constexpr (Layout::REST == 2) {
+            const uint2 v = load_8(tiles + rest);
+            words[4] = v.x;
+            words[5] = v.y;
+        }
+        if constexpr (FORMAT == W8) pairs = load_8(tiles + (block + Layout::SCALES_AT + (lane >> 2) * 8));
+    }
+
+    // Scales of the lane's rows for a group of the stage, or a half of a group; staged: its 8 bytes of the ring.
+    DEVICE void scales(const unsigned char* staged, int group, int half, uint32_t (&scale)[2][2]) const {
+        const uint2 both = STAGED_SCALES ? *reinterpret_cast<const uint2*>(staged) : pairs;
+        const int second = FORMAT == W8 ? half : group;
+        split_scale(second ? half_hi(both.x) : half_lo(both.x), scale[0]);
+        split_scale(second ? half_hi(both.y) : half_lo(both.y), scale[1]);
+    }
+
+    DEVICE void operand(int j, const uint32_t (&scale)[2][2], uint32_t (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t codes = tile_pair<FORMAT>(words, j, i);
+            a[i] = FORMAT == BF16 ? codes : fma_bf16x2(codes, scale[i & 1][0], mul_bf16x2(codes, scale[i & 1][1]));
+        }
+    }
+};
+
+// Sums of stages [begin, end) for this warp's two tile rows; FORMAT < 0: copies only.
+template <int FORMAT>
+DEVICE void multiply(const LinearLargeParams& p, int token_tile, const Assignment& a, unsigned char* ring, int begin,
+                     int end, Sums& sums) {
+    constexpr bool IDLE = FORMAT < 0;
+    using Lane = LaneWeights<IDLE ? Q4 : FORMAT>;
+    const int lane = static_cast<int>(lane_id());
+    const int g = lane >> 2, t = lane & 3;
+    const int half_offset[2] = {(t + 4 * (g & 1)) * 16, (t + 4 * (~g & 1)) * 16};
+    const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
+
+    Activations x(p, token_tile, begin);
+    Lane weights[2];
+    uint32_t rows_at[2];  // byte of a tile row from the matrix's first on
+    if (!IDLE) {
+        const uint32_t row_bytes = p.tile_row_bytes[a.matrix];
+        rows_at[0] = a.tile_row * row_bytes;
+        rows_at[1] = minimum(a.tile_row + 1, p.n_tile_rows[a.matrix] - 1) * row_bytes;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) weights[m].load(tiles, rows_at[m], 2 * begin, 0, lane);
+    }
+    const auto copy_stage = [&](int stage, int to) {
+        x.copy(p, ring, to);
+        if (!IDLE && Lane::STAGED_SCALES)
+            cp_async_4(ring + to + TOKEN_BYTES + threadIdx.x * 4,
+                       tiles + ((lane < 16 ? rows_at[0] : rows_at[1]) +
+                                static_cast<uint32_t>(stage) * Lane::Layout::BLOCK_BYTES + Lane::Layout::SCALES_AT +
+                                lane % 16 * 4));
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (begin + i < end) copy_stage(begin + i, i * STAGE_BYTES);
+        cp_async_commit();
+    }
+    int slot = 0, free_slot = (STAGES - 1) * STAGE_BYTES;
+    for (int stage = begin; stage < end; ++stage) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (stage + STAGES - 1 < end) copy_stage(stage + STAGES - 1, free_slot);
+        cp_async_commit();
+        if (!IDLE) {
+            const unsigned char* tokens_at = ring + slot + g * 128;
+            const unsigned char* scales_at = ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8;
+#pragma unroll
+            for (int group = 0; group < 2; ++group) {
+                Lane now[2];
+                uint32_t scale[2][2][2];  // [m][row g, g + 8][upper, lower part]
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (half == 0 || Lane::BY_HALF) {
+                        // What this half or group needs is here; ask for what the next one needs.
+                        constexpr int PER_GROUP = Lane::BY_HALF ? 2 : 1;
+                        const int next = group * PER_GROUP + (Lane::BY_HALF ? half : 0) + 1;
+                        const int next_group =
+                            next < 2 * PER_GROUP ? 2 * stage + next / PER_GROUP : 2 * minimum(stage + 1, end - 1);
+#pragma unroll
+                        for (int m = 0; m < 2; ++m) {
+                            now[m] = weights[m];
+                            weights[m].load(tiles, rows_at[m], next_group, next % PER_GROUP, lane);
+                            if (FORMAT != BF16) now[m].scales(scales_at + m * 64, group, half, scale[m]);
+                        }
+                    }
+                    uint32_t operand[2][2][4];  // [m][j][register]
+#pragma unroll
+                    for (int m = 0; m < 2; ++m)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) now[m].operand(2 * half + j, scale[m], operand[m][j]);
+#pragma unroll
+                    for (int n0 = 0; n0 < N_TILES; n0 += N_BLOCK) {
+                        uint4 tokens[N_BLOCK];
+#pragma unroll
+                        for (int n = 0; n < N_BLOCK; ++n)
+                            tokens[n] = *reinterpret_cast<const uint4*>(tokens_at + group * GROUP_BYTES +
+                                                                        (n0 + n) * 1024 + half_offset[half]);
+#pragma unroll
+                        for (int n = 0; n < N_BLOCK; ++n)
+#pragma unroll
+                            for (int m = 0; m < 2; ++m)
+                                mma_bf16(sums[m][n0 + n], operand[m][0], tokens[n].x, tokens[n].y);
+#pragma unroll
+                        for (int n = 0; n < N_BLOCK; ++n)
+#pragma unroll
+                            for (int m = 0; m < 2; ++m)
+                                mma_bf16(sums[m][n0 + n], operand[m][1], tokens[n].z, tokens[n].w);
+                    }
+                }
+            }
+        }
+        slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+        free_slot = free_slot == (STAGES - 1) * STAGE_BYTES ? 0 : free_slot + STAGE_BYTES;
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // the next tile's copies overwrite what the slowest warp still reads
+}
+
+DEVICE void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+}
+
+// ---- handing sums over: [register quadruple][thread] float4
+
+DEVICE float* partial_of(const LinearLargeParams& p, int block) {
+    return p.partials + (static_cast<int64_t>(block) * 2 * N_TILES * THREADS + threadIdx.x) * 4;
+}
+
+DEVICE void leave(const LinearLargeParams& p, const Sums& sums) {
+    float* to = partial_of(p, blockIdx.x);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n)
+            store_16(to + (m * N_TILES + n) * THREADS * 4,
+                     make_uint4(__float_as_uint(sums[m][n][0]), __float_as_uint(sums[m][n][1]),
+                                __float_as_uint(sums[m][n][2]), __float_as_uint(sums[m][n][3])));
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(p.flags + blockIdx.x, 1);
+}
+
+DEVICE void collect(const LinearLargeParams& p, int block, Sums& sums) {
+    if (threadIdx.x == 0)
+        while (load_acquire(p.flags + block) == 0) {
+        }
+    __syncthreads();
+    const float* from = partial_of(p, block);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            const uint4 part = load_16(from + (m * N_TILES + n) * THREADS * 4);
+            sums[m][n][0] += __uint_as_float(part.x);
+            sums[m][n][1] += __uint_as_float(part.y);
+            sums[m][n][2] += __uint_as_float(part.z);
+            sums[m][n][3] += __uint_as_float(part.w);
+        }
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(p.flags + block, 0);
+}
+
+// ---- epilogues. A lane has rows g, g + 8 of tokens 2t, 2t + 1: sums [0], [1] and [2], [3].
+
+DEVICE void store_pair(uint16_t* row, int first, int n_rows, bool aligned, float low, float high) {
+    const uint32_t pair = pack_bf16(low, high);
+    if (aligned && first + 1 < n_rows) {
+        *reinterpret_cast<uint32_t*>(row + first) = pair;
+    } else {
+        if (first < n_rows) row[first] = static_cast<uint16_t>(pair);
+        if (first + 1 < n_rows) row[first + 1] = static_cast<uint16_t>(pair >> 16);
+    }
+}
+
+// Two values of one token: upper belongs to row block_a + g, lower to block_b + g. Neighbouring rows meet in one lane:
+// even lanes end with rows (g, g + 1) of the first block, odd ones with rows (g - 1, g) of the second.
+DEVICE void store_rows(uint16_t* row, int block_a, int block_b, int n_rows, bool aligned, bool exists, float upper,
+                       float lower) {
+    const int g = static_cast<int>(lane_id()) >> 2;
+    const bool odd = g & 1;
+    const float received = shfl_xor(odd ? upper : lower, 4);
+    if (exists)
+        store_pair(row, odd ? block_b + g - 1 : block_a + g, n_rows, aligned, odd ? received : upper,
+                   odd ? lower : received);
+}
+
+DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_tile, const Sums& sums) {
+    if (a.matrix < 0) return;
+    const int lane = static_cast<int>(lane_id());
+    const int g = lane >> 2, t = lane & 3;
+    const int n_rows = p.n_rows[a.matrix];
+    const int64_t stride = p.out_stride[a.matrix];
+    const bool aligned = (stride & 1) == 0;
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = token_tile * TOKENS + n * 8 + 2 * t + i;
+            const bool exists = token < p.n_tokens;
+            if (EPILOGUE == SWIGLU) {
+                uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
+                store_rows(row, a.tile_row * 8, a.tile_row * 8 + 8, n_rows, aligned, exists,
+                           silu(sums[0][n][i]) * sums[0][n][2 + i], silu(sums[1][n][i]) * sums[1][n][2 + i]);
+                continue;
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const int first = (a.tile_row + m) * 16;
+                if (EPILOGUE == RESIDUAL || p.out_float[a.matrix]) {
+                    float* row = static_cast<float*>(p.out[a.matrix]) + token * stride;
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const int at = first + 8 * r + g;
+                        if (exists && at < n_rows)
+                            row[at] = (EPILOGUE == RESIDUAL ? row[at] : 0.0f) + sums[m][n][2 * r + i];
+                    }
+                } else {
+                    uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
+                    store_rows(row, first, first + 8, n_rows, aligned, exists, sums[m][n][i], sums[m][n][2 + i]);
+                }
+            }
+        }
+    }
+}
+
+template <int FORMAT>
+DEVICE bool multiply_if(const LinearLargeParams& p, int token_tile, const Assignment& a, unsigned char* ring,
+                        int begin, int end, Sums& sums) {
+    if constexpr ((FORMATS >> FORMAT) & 1) {
+        constexpr bool ONLY = FORMATS == 1 << FORMAT;
+        if (ONLY || p.format[a.matrix] == FORMAT) {
+            multiply<FORMAT>(p, token_tile, a, ring, begin, end, sums);
+            return true;
+        }
+    }
+    return false;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_large(const __grid_constant__ LinearLargeParams p) {
+    DYNAMIC_SHARED(unsigned char, ring);
+    grid_dependency_wait();
+
+    // The place in the line is in shared memory while a tile is computed: every register counts there.
+    STATIC_SHARED(int, place[4]);
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    const int64_t shared_stages = static_cast<int64_t>(p.shared_tiles) * p.stages;
+    const auto span_begin = [&](int b) { return static_cast<int>(shared_stages * b / blocks); };
+    int position = span_begin(block), whole = block;
+
+    while (whole < p.whole_tiles || position < span_begin(block + 1)) {
+        int tile = whole, begin = 0, end = p.stages;
+        if (whole < p.whole_tiles) {
+            whole += blocks;
+        } else {
+            const int in_line = position / p.stages;
+            tile = p.whole_tiles + in_line;
+            begin = position - in_line * p.stages;
+            end = minimum(p.stages, begin + span_begin(block + 1) - position);
+            position += end - begin;
+        }
+        if (threadIdx.x == 0) {
+            place[0] = whole;
+            place[1] = position;
+            place[2] = tile;
+            place[3] = begin > 0 ? -1 : end;
+        }
+        Sums sums;
+        clear(sums);
+        const Assignment a = assignment(p, tile / p.token_tiles);
+        const int token_tile = tile % p.token_tiles;
+        if (a.matrix < 0) {
+            multiply<-1>(p, token_tile, a, ring, begin, end, sums);
+        } else {
+            multiply_if<0>(p, token_tile, a, ring, begin, end, sums) || multiply_if<1>(p, token_tile, a, ring, begin, end, sums) ||
+                multiply_if<2>(p, token_tile, a, ring, begin, end, sums) || multiply_if<3>(p, token_tile, a, ring, begin, end, sums) ||
+                multiply_if<4>(p, token_tile, a, ring, begin, end, sums);
+        }
+        whole = place[0];
+        position = place[1];
+        tile = place[2];
+        int done = place[3];
+        if (done < 0) {
+            leave(p, sums);
+            continue;
+        }
+        // Whoever holds the rest of the tile comes next in index order.
+        const int tile_end = (tile - p.whole_tiles + 1) * p.stages;
+        for (int other = static_cast<int>(blockIdx.x) + 1; done < p.stages; ++other) {
+            collect(p, other, sums);
+            done += minimum(span_begin(other + 1), tile_end) - span_begin(other);
+        }
+        finish(p, assignment(p, tile / p.token_tiles), tile % p.token_tiles, sums);
+        __syncthreads();
+    }
+}
