@@ -28,6 +28,7 @@ INCLUDE_FOLDER = HERE / "include"
 # No fast-math and no flush to zero: the reference has denormals and IEEE division.
 _OPTIONS = ("-std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=true", "--ptxas-options=-v")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_WARNING = re.compile(r"(?:^|[ :])warning\b")
 _ARCH = re.compile(r"sm_(\d+)a?")
 _OLDEST_CAPABILITY = 80
 _FIRST_WITH_VARIANTS = 90  # from here on the "a" target alone has the instructions of its own generation
@@ -232,7 +233,7 @@ class Compiler:
         made = self._nvrtc.compile(spec.source, text, headers, self.options(spec))
         if made.cubin is None:
             raise self._refusal(spec, made.log, path.with_suffix(".log"))
-        warnings = tuple(line.strip() for line in made.log.splitlines() if "warning" in line)
+        warnings = tuple(line.strip() for line in made.log.splitlines() if _WARNING.search(line))
         for warning in warnings:
             self._report(f"warning: kernel {spec.variant} for {self.arch}: {warning}")
         cubin = Cubin(made.cubin, made.log, warnings, path)

@@ -69,8 +69,13 @@ class Kernel(Protocol):
 class Graph(Protocol):
     """Work recorded once and repeated by one call; pointers and parameters are those of the recording."""
 
-    n_nodes: int
-    n_bytes: int  # device memory that holding it took, 0 where unknown
+    @property
+    def n_nodes(self) -> int:
+        """Launches, copies and fills that one launch of it runs."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Device memory that holding it took; 0 where unknown."""
 
     def launch(self, stream: Stream) -> None:
         """Queue all of the recorded work on ``stream``."""

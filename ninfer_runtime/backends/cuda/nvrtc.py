@@ -86,7 +86,7 @@ class Nvrtc:
         )
         try:
             failed = self._library.nvrtcCompileProgram(program, len(options), arguments)
-            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            log = self._bytes(program, "ProgramLog").replace(b"\0", b"").decode(errors="replace")
             if failed:
                 return Compilation(None, log or self._library.nvrtcGetErrorString(failed).decode())
             return Compilation(self._bytes(program, "CUBIN"), log)
