@@ -1,0 +1,191 @@
+"""Attention of one round: norm, rotation and append of the new tokens, split-KV attention, and the gated merge.
+
+Two launches: ``attention_decode`` writes the new keys and values into their pages and partial results into the
+workspace; ``attention_combine`` merges them in a fixed order, applies the output gate, and writes bf16 rows.
+Specification: ``specs/kernels.md``, "Attention"; reference: ``backends/reference/attention.py``.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
+from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, KvPlanes
+from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
+
+_TILE_ROWS = 16
+_STAGES = 2
+_COMBINE_DIMS = 64
+_FLOAT = 4
+
+
+class AttentionDecodeParams(ctypes.Structure):
+    """Mirrors ``kernels/attention_decode.cu``; both entry points take it."""
+
+    _fields_ = (
+        ("rows", ctypes.c_uint64),
+        ("page_table", ctypes.c_uint64),
+        ("qk", ctypes.c_uint64),
+        ("gv", ctypes.c_uint64),
+        ("q_norm", ctypes.c_uint64),
+        ("k_norm", ctypes.c_uint64),
+        ("rope", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("k_scales", ctypes.c_uint64),
+        ("v_scales", ctypes.c_uint64),
+        ("partial", ctypes.c_uint64),
+        ("stats", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("n_rows", ctypes.c_int32),
+        ("pages_per_row", ctypes.c_int32),
+        ("qk_stride", ctypes.c_int32),
+        ("gv_stride", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("n_parts", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What follows from the geometry and q: m16 tiles of query rows, keys per stage, shared bytes, blocks per SM."""
+
+    geometry: AttentionGeometry
+    q: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows per KV head."""
+        return self.geometry.ratio * self.q
+
+    @property
+    def tiles(self) -> int:
+        """Of 16 query rows."""
+        return -(-self.rows // _TILE_ROWS)
+
+    @property
+    def stage_keys(self) -> int:
+        """Keys per pipeline stage, also the unit of work that blocks are dealt."""
+        return 64 if self.geometry.format == "int8" else 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """As laid out in the kernel."""
+        int8 = self.geometry.format == "int8"
+        plane = self.stage_keys * (HEAD_DIM + 8 if int8 else 2 * HEAD_DIM)
+        padded_rows = _TILE_ROWS * self.tiles
+        query = padded_rows * (2 * HEAD_DIM + (16 if int8 else 0))
+        probabilities = padded_rows * (self.stage_keys + 16) * 2
+        angles = self.q * self.geometry.rotary_dim * _FLOAT
+        return 2 * _STAGES * plane + max(query, probabilities) + angles
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks per SM that registers allow; the grid is one wave of them."""
+        return 2 if self.tiles == 1 else 1
+
+
+def _check_q(q: int) -> None:
+    if not 1 <= q <= MAX_COLUMNS:
+        raise ValueError(f"{q} columns per row, expected 1 to {MAX_COLUMNS}")
+
+
+def _specs(geometry: AttentionGeometry, q: int) -> tuple[KernelSpec, KernelSpec]:
+    _check_q(q)
+    shape = _Shape(geometry, q)
+    defines = (*geometry.defines, ("COLUMNS", q), ("STAGE_KEYS", shape.stage_keys))
+    decode = KernelSpec(
+        "attention_decode.cu", "attention_decode", defines, 256, shape.shared_bytes, min_blocks=shape.min_blocks
+    )
+    return decode, KernelSpec("attention_decode.cu", "attention_combine", defines, 256, min_blocks=decode.min_blocks)
+
+
+def specs(geometry: AttentionGeometry, max_columns: int = MAX_COLUMNS) -> list[KernelSpec]:
+    """Every variant for rounds of up to ``max_columns`` columns per row."""
+    return [spec for q in range(1, max_columns + 1) for spec in _specs(geometry, q)]
+
+
+def _parts(geometry: AttentionGeometry, q: int, n_sms: int) -> int:
+    return n_sms * _Shape(geometry, q).min_blocks
+
+
+def workspace_bytes(
+    geometry: AttentionGeometry, n_sms: int, max_rows: int = MAX_ROWS, max_columns: int = MAX_COLUMNS
+) -> int:
+    """Bytes of ``workspace`` for rounds of up to these sizes; rounds and layers may share it, one after the other."""
+    sizes = []
+    for q in range(1, max_columns + 1):
+        slots = _parts(geometry, q, n_sms) + max_rows * geometry.n_kv_heads
+        sizes.append(slots * _Shape(geometry, q).rows * (HEAD_DIM + 2) * _FLOAT)
+    return max(sizes)
+
+
+class AttentionDecode:
+    """Rounds of ``q`` columns per row."""
+
+    def __init__(self, device: Device, geometry: AttentionGeometry, q: int) -> None:
+        self._geometry = geometry
+        self._q = q
+        self._n_parts = _parts(geometry, q, device.n_sms)
+        self._decode, self._combine = (device.kernel(spec) for spec in _specs(geometry, q))
+
+    def launch(
+        self,
+        stream: Stream,
+        *,
+        n_rows: int,
+        rows: int,
+        page_table: int,
+        pages_per_row: int,
+        qk: int,
+        qk_stride: int,
+        gv: int,
+        gv_stride: int,
+        q_norm: int,
+        k_norm: int,
+        rope: int,
+        planes: KvPlanes,
+        out: int,
+        out_stride: int,
+        workspace: int,
+    ) -> None:
+        """Column c = b · q + i of the round, i below the row's ``n_columns``, sees indices up to ``start + i``.
+
+        rows           RowState [n_rows]: ``start``, ``n_columns`` and ``rope_delta`` are read; must be older than the
+                       launch just before this one, as must be ``page_table`` int32 [n_rows][pages_per_row]
+        qk, gv         bf16 [n_rows · q][stride]: query then key heads, gate then value heads; strides in elements,
+                       multiples of 8; addresses 16-byte aligned
+        q_norm, k_norm bf16 [256], stored around zero; rope: ``rope_table`` on the device
+        out            bf16 [n_rows · q][out_stride]: n_heads · 256 per row, zeros for columns that are not evaluated
+        """
+        geometry, q = self._geometry, self._q
+        slots = self._n_parts + n_rows * geometry.n_kv_heads
+        stats = workspace + slots * geometry.ratio * q * HEAD_DIM * _FLOAT
+        params = AttentionDecodeParams(
+            rows,
+            page_table,
+            qk,
+            gv,
+            q_norm,
+            k_norm,
+            rope,
+            planes.k,
+            planes.v,
+            planes.k_scales,
+            planes.v_scales,
+            workspace,
+            stats,
+            out,
+            n_rows,
+            pages_per_row,
+            qk_stride,
+            gv_stride,
+            out_stride,
+            self._n_parts,
+            geometry.norm_eps,
+        )
+        self._decode.launch((self._n_parts, 1, 1), params, stream)
+        blocks_per_column = geometry.n_heads * HEAD_DIM // _COMBINE_DIMS
+        self._combine.launch((blocks_per_column, n_rows * q, 1), params, stream)

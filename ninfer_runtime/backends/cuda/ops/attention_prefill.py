@@ -1,0 +1,169 @@
+"""Attention of a prompt chunk: norm, rotation and append of the new tokens, then causal flash attention with the gate.
+
+Three launches: ``kv_append`` writes the new keys and values into their pages and the rotated queries back in place;
+``attention_prefill`` deals (KV head, tile of query rows, keys) evenly to one wave of blocks; ``prefill_combine`` merges
+tiles that more than one block worked on. Specification: ``specs/kernels.md``, "Attention"; reference:
+``backends/reference/attention.py``.
+"""
+
+import ctypes
+
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
+from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, KvPlanes
+
+_TILE_ROWS = 128
+_FLOAT = 4
+
+
+class KvAppendParams(ctypes.Structure):
+    """Mirrors ``kernels/kv_append.cu``."""
+
+    _fields_ = (
+        ("qk", ctypes.c_uint64),
+        ("gv", ctypes.c_uint64),
+        ("q_norm", ctypes.c_uint64),
+        ("k_norm", ctypes.c_uint64),
+        ("rope", ctypes.c_uint64),
+        ("positions", ctypes.c_uint64),
+        ("pages", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("k_scales", ctypes.c_uint64),
+        ("v_scales", ctypes.c_uint64),
+        ("n_tokens", ctypes.c_int32),
+        ("start", ctypes.c_int32),
+        ("qk_stride", ctypes.c_int32),
+        ("gv_stride", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class AttentionPrefillParams(ctypes.Structure):
+    """Mirrors ``kernels/attention_prefill.cu``; both entry points take it."""
+
+    _fields_ = (
+        ("qk", ctypes.c_uint64),
+        ("gv", ctypes.c_uint64),
+        ("pages", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("k_scales", ctypes.c_uint64),
+        ("v_scales", ctypes.c_uint64),
+        ("partial", ctypes.c_uint64),
+        ("stats", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("n_tokens", ctypes.c_int32),
+        ("start", ctypes.c_int32),
+        ("qk_stride", ctypes.c_int32),
+        ("gv_stride", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("n_parts", ctypes.c_int32),
+    )
+
+
+def _shared_bytes(geometry: AttentionGeometry) -> int:
+    """K and V tiles of 32 keys twice each in 16-bit words, probabilities twice, factors; raw bytes for INT8."""
+    tile = 32 * HEAD_DIM * 2
+    raw = 2 * 32 * HEAD_DIM if geometry.format == "int8" else 0
+    return 4 * tile + 2 * _TILE_ROWS * 32 * 2 + raw + 2 * _TILE_ROWS * _FLOAT
+
+
+def _specs(geometry: AttentionGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
+    return (
+        KernelSpec("kv_append.cu", "kv_append", geometry.defines),
+        KernelSpec("attention_prefill.cu", "attention_prefill", geometry.defines, 256, _shared_bytes(geometry)),
+        KernelSpec("attention_prefill.cu", "prefill_combine", geometry.defines),
+    )
+
+
+def specs(geometry: AttentionGeometry) -> list[KernelSpec]:
+    """Every variant."""
+    return list(_specs(geometry))
+
+
+def workspace_bytes(geometry: AttentionGeometry, n_sms: int) -> int:
+    """Bytes of ``workspace``, whatever the chunk: at most two unfinished tiles per block."""
+    return 2 * n_sms * _TILE_ROWS * (HEAD_DIM + 2) * _FLOAT
+
+
+class AttentionPrefill:
+    """Prompt chunks of one model."""
+
+    def __init__(self, device: Device, geometry: AttentionGeometry) -> None:
+        self._geometry = geometry
+        self._n_parts = device.n_sms
+        self._append, self._attend, self._combine = (device.kernel(spec) for spec in _specs(geometry))
+
+    def launch(
+        self,
+        stream: Stream,
+        *,
+        n_tokens: int,
+        start: int,
+        positions: int,
+        pages: int,
+        qk: int,
+        qk_stride: int,
+        gv: int,
+        gv_stride: int,
+        q_norm: int,
+        k_norm: int,
+        rope: int,
+        planes: KvPlanes,
+        out: int,
+        out_stride: int,
+        workspace: int,
+    ) -> None:
+        """Token t of the chunk is index ``start + t`` of its row and sees the indices up to its own.
+
+        positions      int32 [3][n_tokens]: temporal, height, width
+        pages          int32 [ceil((start + n_tokens) / 64)], the row's pages
+        qk, gv         bf16 [n_tokens][stride]: query then key heads, gate then value heads; strides in elements,
+                       multiples of 8; addresses 16-byte aligned. The queries in ``qk`` are overwritten
+        q_norm, k_norm bf16 [256], stored around zero; rope: ``rope_table`` on the device
+        out            bf16 [n_tokens][out_stride]: n_heads · 256 per row
+        """
+        geometry = self._geometry
+        append = KvAppendParams(
+            qk,
+            gv,
+            q_norm,
+            k_norm,
+            rope,
+            positions,
+            pages,
+            planes.k,
+            planes.v,
+            planes.k_scales,
+            planes.v_scales,
+            n_tokens,
+            start,
+            qk_stride,
+            gv_stride,
+            geometry.norm_eps,
+        )
+        self._append.launch((n_tokens, 1, 1), append, stream)
+        stats = workspace + 2 * self._n_parts * _TILE_ROWS * HEAD_DIM * _FLOAT
+        attend = AttentionPrefillParams(
+            qk,
+            gv,
+            pages,
+            planes.k,
+            planes.v,
+            planes.k_scales,
+            planes.v_scales,
+            workspace,
+            stats,
+            out,
+            n_tokens,
+            start,
+            qk_stride,
+            gv_stride,
+            out_stride,
+            self._n_parts,
+        )
+        self._attend.launch((self._n_parts, 1, 1), attend, stream)
+        tiles = -(-n_tokens * geometry.ratio // _TILE_ROWS)
+        self._combine.launch((tiles, geometry.n_kv_heads, 1), attend, stream)
