@@ -308,6 +308,13 @@ class EmulatedDevice:
         self._pinned.append(array)
         return array
 
+    def free_host(self, array: NDArray[np.uint8]) -> None:
+        """Forget what ``allocate_host`` returned; DeviceError for anything else."""
+        before = len(self._pinned)
+        self._pinned = [one for one in self._pinned if one is not array]
+        if len(self._pinned) == before:
+            raise DeviceError("an array that was not allocated here as pinned memory, or is given back already")
+
     def stream(self) -> EmulatedStream:
         """A new stream."""
         self._streams.append(EmulatedStream(self))
