@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from ninfer_format.errors import StorageError
 from ninfer_format.geometry import up
 from ninfer_format.hashing import Progress, available_cores, read_exactly, silent
-from ninfer_format.reader import Artifact, open_regular
+from ninfer_format.reader import open_regular
 from ninfer_runtime.backends.cuda.device import Device, DeviceMemoryError, Event, Stream
 
 CHUNK_BYTES = 8 << 20
@@ -174,7 +175,7 @@ def _read(descriptor: int, parts: Sequence[_Part], buffer: NDArray[np.uint8]) ->
 
 def load(
     device: Device,
-    artifact: Artifact,
+    path: Path,
     uploads: Sequence[Upload],
     *,
     progress: Progress = silent,
@@ -203,7 +204,7 @@ def load(
     reading = 0.0
     try:
         with (
-            open_regular(artifact.path) as stream,
+            open_regular(path) as stream,
             progress(n_bytes, "loading") as advance,
             ThreadPoolExecutor(readers) as pool,
         ):
@@ -228,7 +229,7 @@ def load(
                     future.cancel()
                 device.synchronize()
     except StorageError as error:
-        raise StorageError(f"{artifact.path}: {error}; copy or download it again") from None
+        raise StorageError(f"{path}: {error}; copy or download it again") from None
     finally:
         staging.close()
         del buffers
