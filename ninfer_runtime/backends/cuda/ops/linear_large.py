@@ -120,9 +120,7 @@ def _spec(formats: int, n_matrices: int, epilogue: Epilogue, tokens: int) -> Ker
         "STAGES": STAGES[tokens],
     }
     stage_bytes = tokens * STAGE_COLUMNS * 2 + _SCALE_BYTES
-    return KernelSpec(
-        "linear_large.cu", "linear_large", tuple(defines.items()), _THREADS, STAGES[tokens] * stage_bytes
-    )
+    return KernelSpec("linear_large.cu", "linear_large", tuple(defines.items()), _THREADS, STAGES[tokens] * stage_bytes)
 
 
 def _flags_at(n_sms: int) -> int:
@@ -151,7 +149,7 @@ class LinearLarge:
         max_tokens: int,
         workspace: int,
     ) -> None:
-        """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when the matrices do not go together."""
+        """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when matrices do not go together."""
         if not 1 <= len(matrices) <= MAX_MATRICES:
             raise SignatureError(f"one launch takes 1 to {MAX_MATRICES} matrices, not {len(matrices)}")
         for matrix in matrices:
@@ -160,7 +158,9 @@ class LinearLarge:
             if matrix.interleaved != (epilogue is Epilogue.SWIGLU):
                 raise SignatureError(f"{matrix.name}: SwiGLU takes interleaved gate and up rows, and nothing else does")
             if matrix.n_bytes >= 1 << 32:
-                raise SignatureError(f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed")
+                raise SignatureError(
+                    f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed"
+                )
         self._epilogue = epilogue
         self._matrices = tuple(matrices)
         self._max_tokens = max_tokens
