@@ -6,15 +6,20 @@ TORCH_INDEX ?=
 JOBS ?= 2
 SUITE_SECONDS ?= 1200
 PYTEST_ARGS ?=
+# make gpu takes the Python that has the cuda extra, and writes this synthetic artifact unless it is there.
+GPU_PYTHON ?= $(PYTHON)
+GPU_IDENTITY ?= qwen3.6-27b/groupwise-int
+GPU_ARTIFACT ?= build/synthetic.ninfer
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := timeout --kill-after=20 $(SUITE_SECONDS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+GPU_RUN := $(GPU_PYTHON) -c 'from ninfer_runtime.cli import main; main()'
 RUN_STAMP := $(VENV)/.ninfer-run-stamp
 TEST_STAMP := $(VENV)/.ninfer-test-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow unit lint bench clean distclean
+.PHONY: help setup setup-test demo test test-slow unit lint bench gpu clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +46,12 @@ lint: $(TEST_STAMP)  ## ruff and mypy --strict over the tree
 
 bench: $(TEST_STAMP)  ## every benchmark of scripts/bench_*.py, one after the other
 	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu:  ## on a machine with a card: the gpu tests, then every benchmark; writes bench/records/<date>-<gpu>.json
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	@mkdir -p build
+	test -f $(GPU_ARTIFACT) || $(GPU_RUN) bench synth $(GPU_IDENTITY) $(GPU_ARTIFACT)
+	$(GPU_RUN) bench all $(GPU_ARTIFACT) --record bench/records --plot build/roofline.png
 
 clean:  ## remove build output and caches, keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
