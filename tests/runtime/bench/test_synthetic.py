@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from ninfer_format.prefix import prefix_bytes
 from ninfer_format.published import PUBLISHED, TOKENIZER_IDS
 from ninfer_runtime.bench.frontend import ADDED_TOKENS, FEWEST_IDS, frontend_resources
 from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
+from ninfer_runtime.config import EngineConfig
+from ninfer_runtime.engine.engine import Engine
 from ninfer_runtime.models.binder import bind
 from ninfer_runtime.text.frontend import Frontend
 from ninfer_runtime.text.messages import Conversation
@@ -136,3 +139,19 @@ def test_a_vocabulary_without_room_for_the_added_tokens_is_refused() -> None:
     frontend_resources(FEWEST_IDS)
     with pytest.raises(UsageError, match="too small"):
         frontend_resources(FEWEST_IDS - 1)
+
+
+def test_activations_stay_finite_and_of_usual_size_through_64_layers(tmp_path: Path, fresh_seed: int) -> None:
+    document = json.loads(TINY.read_text())
+    text = document["text_config"]
+    text |= {"num_hidden_layers": 64, "layer_types": text["layer_types"] * 16}
+    config, path = tmp_path / "config.json", tmp_path / "deep.ninfer"
+    config.write_text(json.dumps(document))
+    write_synthetic(plan_synthetic("deep/groupwise-int", config=config), path, seed=fresh_seed)
+    options = EngineConfig(dtype="bfloat16", max_context=256)
+    with Engine.open(path, options) as engine:
+        ids = np.random.default_rng(fresh_seed).integers(0, engine.model.spec.n_addressable, 100)
+        logits = engine.teacher_forced_logits(ids.tolist())
+    assert np.isfinite(logits).all()
+    assert 0.5 < logits.std(axis=1).mean() < 20
+    assert len(set(logits[:, : engine.model.spec.n_addressable].argmax(axis=1))) > 20, "the token decides the answer"
