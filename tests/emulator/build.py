@@ -33,8 +33,8 @@ def compiler() -> str:
     """Path of a C++ compiler. EmulatorBuildError when there is none: the tests of kernels cannot do without."""
     named = (os.environ["CXX"],) if os.environ.get("CXX") else ()
     for name in (*named, *_COMPILERS):
-        if path := shutil.which(name):
-            return path
+        if (path := shutil.which(name)) is not None:
+            return str(path)
     raise EmulatorBuildError(
         f"no C++ compiler found (looked for {', '.join((*named, *_COMPILERS))}); the kernels' tests run them on the "
         "CPU and need one: install g++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or clang"

@@ -160,16 +160,16 @@ class EmulatedEvent:
 class EmulatedGraph:
     """Recorded work, done again by each launch."""
 
-    n_bytes = 0
-
     def __init__(self) -> None:
         self._work: list[Work] | None = []
+        self.n_nodes = 0
+        self.n_bytes = 0
         self.open = True
 
-    @property
-    def n_nodes(self) -> int:
-        """Pieces of work."""
-        return len(self.work)
+    def end(self) -> None:
+        """The recording is complete."""
+        self.n_nodes = len(self.work)
+        self.open = False
 
     @property
     def work(self) -> list[Work]:
@@ -390,7 +390,7 @@ class EmulatedDevice:
             yield graph
         finally:
             stream.recording = None
-            graph.open = False
+            graph.end()
 
     def close(self) -> None:
         """Unmap all memory."""

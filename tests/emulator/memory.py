@@ -25,7 +25,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def view(pointer: int, n_bytes: int) -> NDArray[np.uint8]:
     """The bytes at an address, without a copy."""
-    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(pointer), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(pointer))
 
 
 class _Block:
