@@ -1,0 +1,492 @@
+// y[token][row] = rstd[token] sum_k weight[row][k] x[token][k] for up to 48 tokens: weights in "tiles" (tiles.cuh),
+// x bf16 [T][x_stride], zero from K to x_stride. Up to MATRICES matrices of the same K in any mix of FORMATS.
+// Alignment: tiles 64 bytes, x and its rows 16, outputs 4. Codes and products are exact, sums fp32, scales multiply
+// sums of a group. Reference: backends/reference/linear.py; tolerance against float64 1e-5 |w||x| and one rounding.
+//
+// A row block is WARPS * MT tile rows, MT per warp; all warps walk the same columns. The line of (row block, step) units
+// of all matrices is cut into one span per block of the grid (the host weighs units by their bytes). A block that begins
+// inside a row block leaves those sums in the workspace for the block that begins the row block: that one has a lower
+// index, does this row block last, and adds the others' sums in the order of their indices.
+//
+// Weights: a ring of STAGES steps per warp in shared memory, which only its warp fills and reads; the first stages are
+// requested before the kernel ahead has ended. Activations: X_COLUMNS columns at a time in two buffers that all warps
+// share, through registers, one barrier per X_COLUMNS. A token's row there is 64 bytes off a multiple of 128, so that
+// the 16-byte reads of a phase (two tokens, four lanes each) touch all banks.
+#include "tiles.cuh"
+
+#ifndef FORMATS
+#define FORMATS 1  // bit f: format f occurs
+#endif
+#ifndef NT
+#define NT 1  // tiles of 8 tokens
+#endif
+#ifndef MT
+#define MT 1
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef X_COLUMNS
+#define X_COLUMNS 512
+#endif
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+
+enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
+
+constexpr int MATRICES = 4;
+constexpr int WARPS = THREADS / WARP_LANES;
+constexpr int ROW_TILES = WARPS * MT;
+constexpr int TOKENS = NT * 8;
+constexpr uint32_t EMPTY = 0xffffffffu;  // what the workspace holds between launches
+
+__host__ __device__ constexpr int largest_block() {
+    int bytes = 0;
+    if (FORMATS >> Q4 & 1) bytes = Tile<Q4>::BLOCK_BYTES;
+    if (FORMATS >> W8 & 1) bytes = Tile<W8>::BLOCK_BYTES;
+    if (FORMATS >> Q5 & 1) bytes = Tile<Q5>::BLOCK_BYTES;
+    if (FORMATS >> Q6 & 1) bytes = Tile<Q6>::BLOCK_BYTES;
+    if (FORMATS >> BF16 & 1) bytes = Tile<BF16>::BLOCK_BYTES;
+    return bytes;
+}
+constexpr int SLOT = largest_block();
+constexpr int STAGE_BYTES = MT * SLOT;
+constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
+constexpr int X_BYTES = TOKENS * X_ROW_BYTES;
+constexpr int X_ROW_PIECES = X_COLUMNS / 8;
+constexpr int X_PIECES = ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
+
+static_assert(NT >= 1 && NT <= 6 && MT >= 1 && STAGES >= 2 && X_COLUMNS % 128 == 0, "geometry");
+static_assert(2 * X_BYTES + WARPS * STAGES * STAGE_BYTES <= 101376, "shared memory");
+
+struct LinearSmallParams {
+    const uint8_t* tiles[MATRICES];
+    void* out[MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16
+    const uint16_t* x;
+    const float* ss;           // fp32 [n_parts][T], parts of sum x^2; null: rstd = 1
+    const uint32_t* spans;     // [grid + 1] first units
+    float* workspace;          // per block WARPS * MT * NT * 4 * 32; EMPTY between launches
+    float* residual;           // RESIDUAL: fp32 [T][n], added to
+    uint16_t* normed;          // bf16 [T][normed_stride] = bf16(residual (1 + next_norm)); may be null
+    const uint16_t* next_norm;
+    float* ss_out;             // fp32 [tile rows][T]
+    int format[MATRICES];
+    int n_out[MATRICES];       // rows of the result
+    int n_tiles[MATRICES];
+    int k_steps[MATRICES];
+    int first_unit[MATRICES];  // of absent matrices: past the end
+    int out_stride[MATRICES];
+    int out_float[MATRICES];   // STORE: nonzero for fp32
+    int n_columns;
+    int x_stride;
+    int k_padded;
+    int n_parts;
+    int normed_stride;
+    float inverse_hidden;
+    float epsilon;
+};
+
+// A run of steps of one row block.
+struct Segment {
+    int matrix;
+    int tile;   // first tile row of this warp
+    int tiles;  // how many it has: 0..MT
+    int step;
+    int length;
+};
+
+DEVICE Segment segment_at(const LinearSmallParams& p, int unit, int end) {
+    Segment s;
+    s.matrix = 0;
+#pragma unroll
+    for (int m = 1; m < MATRICES; ++m)
+        if (unit >= p.first_unit[m]) s.matrix = m;
+    const int local = unit - p.first_unit[s.matrix];
+    const int k_steps = p.k_steps[s.matrix];
+    const int row_block = local / k_steps;
+    s.step = local - row_block * k_steps;
+    s.length = minimum(k_steps - s.step, end - unit);
+    s.tile = row_block * ROW_TILES + warp_index() * MT;
+    s.tiles = minimum(maximum(p.n_tiles[s.matrix] - s.tile, 0), MT);
+    return s;
+}
+
+DEVICE int block_bytes_of(int format) {
+    int bytes = 0;
+    if (FORMATS >> Q4 & 1 && format == Q4) bytes = Tile<Q4>::BLOCK_BYTES;
+    if (FORMATS >> Q5 & 1 && format == Q5) bytes = Tile<Q5>::BLOCK_BYTES;
+    if (FORMATS >> Q6 & 1 && format == Q6) bytes = Tile<Q6>::BLOCK_BYTES;
+    if (FORMATS >> W8 & 1 && format == W8) bytes = Tile<W8>::BLOCK_BYTES;
+    if (FORMATS >> BF16 & 1 && format == BF16) bytes = Tile<BF16>::BLOCK_BYTES;
+    return bytes;
+}
+
+// The copying side of a warp's ring; goes through the block's span STAGES - 1 steps ahead.
+struct WeightStream {
+    const uint8_t* at;  // this lane's first piece of the next step's block
+    int left;           // steps of the segment
+    int unit;           // where the next segment begins
+    int end;
+    int tiles;
+    int block_bytes;
+    int row_bytes;
+
+    DEVICE void open(const LinearSmallParams& p) {
+        left = 0;
+        if (unit >= end) return;
+        const Segment s = segment_at(p, unit, end);
+        unit += s.length;
+        left = s.length;
+        tiles = s.tiles;
+        block_bytes = block_bytes_of(p.format[s.matrix]);
+        row_bytes = p.k_steps[s.matrix] * block_bytes;
+        at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + s.step * block_bytes + lane_id() * 16;
+    }
+
+    // Requests the next step into a slot; one group per call, empty when the span is through.
+    DEVICE void request(const LinearSmallParams& p, unsigned char* slot) {
+        if (left > 0) {
+            unsigned char* to = slot + lane_id() * 16;
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                if (m < tiles) {
+#pragma unroll
+                    for (int n = 0; n < ceil_div(SLOT, 512); ++n)
+                        if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < block_bytes)
+                            cp_async_16_stream(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
+                }
+            }
+            at += block_bytes;
+            if (--left == 0) open(p);
+        }
+        cp_async_commit();
+    }
+};
+
+// One thread's share of X_COLUMNS columns of all tokens, on its way from global to shared memory.
+struct Activations {
+    uint4 pieces[X_PIECES];
+
+    DEVICE void fetch(const LinearSmallParams& p, int column) {
+#pragma unroll
+        for (int i = 0; i < X_PIECES; ++i) {
+            const int index = static_cast<int>(threadIdx.x) + i * THREADS;
+            const int token = index / X_ROW_PIECES, at = column + index % X_ROW_PIECES * 8;
+            if (token < p.n_columns && at < p.k_padded) pieces[i] = load_16(p.x + token * p.x_stride + at);
+        }
+    }
+
+    DEVICE void store(const LinearSmallParams& p, unsigned char* buffer) const {
+#pragma unroll
+        for (int i = 0; i < X_PIECES; ++i) {
+            const int index = static_cast<int>(threadIdx.x) + i * THREADS;
+            const int token = index / X_ROW_PIECES;
+            if (token < p.n_columns)
+                *reinterpret_cast<uint4*>(buffer + token * X_ROW_BYTES + index % X_ROW_PIECES * 16) = pieces[i];
+        }
+    }
+};
+
+using Sums = float[MT][NT][4];
+
+DEVICE void add_scaled(float (&sum)[4], const float (&part)[4], float scale, float scale8) {
+    sum[0] += scale * part[0];
+    sum[1] += scale * part[1];
+    sum[2] += scale8 * part[2];
+    sum[3] += scale8 * part[3];
+}
+
+// Adds one step: block of tile row m at slot + m * SLOT; x: the step's first column of this lane's token row and piece,
+// last: the same for the last tile of tokens, whose missing tokens read the last one.
+template <int F>
+DEVICE void multiply(const unsigned char* slot, const unsigned char* x, const unsigned char* last, Sums& sums) {
+    const int lane = static_cast<int>(lane_id());
+    uint2 scales[MT];
+    if constexpr (F != BF16) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
+    }
+#pragma unroll
+    for (int group = 0; group < Tile<F>::GROUPS; ++group) {
+        uint32_t a[MT][4][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            uint32_t words[Tile<F>::WORDS];
+            tile_words<F>(words, slot + m * SLOT, group, lane);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) tile_operand<F>(a[m][j], words, j);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const unsigned char* row = n == NT - 1 ? last : x + n * 8 * X_ROW_BYTES;
+            const uint4 low = *reinterpret_cast<const uint4*>(row + group * 128);
+            const uint4 high = *reinterpret_cast<const uint4*>(row + group * 128 + 64);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                if constexpr (F == BF16) {
+                    mma_bf16(sums[m][n], a[m][0], low.x, low.y);
+                    mma_bf16(sums[m][n], a[m][1], low.z, low.w);
+                    mma_bf16(sums[m][n], a[m][2], high.x, high.y);
+                    mma_bf16(sums[m][n], a[m][3], high.z, high.w);
+                } else if constexpr (F == W8) {
+                    float first[4] = {0.0f, 0.0f, 0.0f, 0.0f}, second[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    mma_bf16(first, a[m][0], low.x, low.y);
+                    mma_bf16(second, a[m][2], high.x, high.y);
+                    mma_bf16(first, a[m][1], low.z, low.w);
+                    mma_bf16(second, a[m][3], high.z, high.w);
+                    add_scaled(sums[m][n], first, half_lo(scales[m].x), half_lo(scales[m].y));
+                    add_scaled(sums[m][n], second, half_hi(scales[m].x), half_hi(scales[m].y));
+                } else {
+                    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    mma_bf16(part, a[m][0], low.x, low.y);
+                    mma_bf16(part, a[m][1], low.z, low.w);
+                    mma_bf16(part, a[m][2], high.x, high.y);
+                    mma_bf16(part, a[m][3], high.z, high.w);
+                    const float scale = group == 0 ? half_lo(scales[m].x) : half_hi(scales[m].x);
+                    const float scale8 = group == 0 ? half_lo(scales[m].y) : half_hi(scales[m].y);
+                    add_scaled(sums[m][n], part, scale, scale8);
+                }
+            }
+        }
+    }
+}
+
+// What a block carries from segment to segment.
+struct Walk {
+    WeightStream stream;
+    unsigned char* ring;    // this warp's
+    unsigned char* shared_x;
+    int slot;               // byte of the step's slot in the ring
+    int buffer;             // byte of the current activations: 0 or X_BYTES
+    int row;                // byte of this lane's token row and piece
+    int last;               // the same in the last tile of tokens
+};
+
+template <int F>
+DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, bool more, Walk& walk, Sums& sums) {
+    constexpr int CHUNK = X_COLUMNS / Tile<F>::STEP;
+    int column = s.step * Tile<F>::STEP;
+    for (int done = 0; done < s.length; done += CHUNK) {
+        const bool inside = done + CHUNK < s.length;
+        Activations next;
+        column += X_COLUMNS;
+        if (inside || more) next.fetch(p, inside ? column : 0);
+        const int steps = minimum(CHUNK, s.length - done);
+        const unsigned char* x = walk.shared_x + walk.buffer;
+#pragma unroll 1
+        for (int i = 0; i < steps; ++i) {
+            cp_async_wait<STAGES - 2>();
+            warp_sync();
+            const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
+            walk.stream.request(p, walk.ring + freed);
+            if (s.tiles > 0) multiply<F>(walk.ring + walk.slot, x + walk.row, x + walk.last, sums);
+            walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
+            x += Tile<F>::STEP * 2;
+        }
+        walk.buffer ^= X_BYTES;
+        if (inside || more) next.store(p, walk.shared_x + walk.buffer);
+        __syncthreads();
+    }
+}
+
+DEVICE float* workspace_of(const LinearSmallParams& p, int block) {
+    return p.workspace + (block * WARPS + warp_index()) * (MT * NT * 4 * WARP_LANES) + lane_id();
+}
+
+DEVICE void leave_sums(const LinearSmallParams& p, const Segment& s, const Sums& sums) {
+    float* to = workspace_of(p, blockIdx.x);
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        if (m >= s.tiles) break;
+#pragma unroll
+        for (int i = 0; i < NT * 4; ++i) {
+            const float value = sums[m][i / 4][i % 4];
+            // The one NaN that would look like an empty word becomes another.
+            const float stored = value == value ? value : __uint_as_float(0x7fc00000u);
+            store_relaxed(to + (m * NT * 4 + i) * WARP_LANES, stored);
+        }
+    }
+}
+
+DEVICE void add_sums_of(const LinearSmallParams& p, int block, const Segment& s, Sums& sums) {
+    float* from = workspace_of(p, block);
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        if (m >= s.tiles) break;
+        float values[NT * 4];
+        bool missing;
+        do {
+            missing = false;
+#pragma unroll
+            for (int i = 0; i < NT * 4; ++i) values[i] = load_relaxed(from + (m * NT * 4 + i) * WARP_LANES);
+#pragma unroll
+            for (int i = 0; i < NT * 4; ++i) missing |= __float_as_uint(values[i]) == EMPTY;
+        } while (ballot(missing) != 0);
+#pragma unroll
+        for (int i = 0; i < NT * 4; ++i) {
+            sums[m][i / 4][i % 4] += values[i];
+            store_relaxed(from + (m * NT * 4 + i) * WARP_LANES, __uint_as_float(EMPTY));
+        }
+    }
+}
+
+DEVICE void store_value(const LinearSmallParams& p, int matrix, int token, int row, float value) {
+    const int at = token * p.out_stride[matrix] + row;
+    if (EPILOGUE == STORE && p.out_float[matrix]) {
+        static_cast<float*>(p.out[matrix])[at] = value;
+    } else {
+        static_cast<uint16_t*>(p.out[matrix])[at] = float_to_bf16(value);
+    }
+}
+
+// Writes the finished rows: sums[m][n][0..1] are row g of tile row m for tokens 8n + 2t + 0..1, [2..3] row g + 8.
+DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* rstd, const Sums& sums) {
+    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
+    const int n_out = p.n_out[s.matrix];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        if (m >= s.tiles) break;
+        const int tile = s.tile + m;
+        if constexpr (EPILOGUE == RESIDUAL) {
+            float weight[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = tile * 16 + half * 8 + g;
+                if (row < n_out && p.normed != nullptr) weight[half] = 1.0f + bf16_to_float(p.next_norm[row]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float squares[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int token = n * 8 + 2 * t + i % 2, row = tile * 16 + i / 2 * 8 + g;
+                    if (token >= p.n_columns || row >= n_out) continue;
+                    float* at = p.residual + token * n_out + row;
+                    const float x = *at + sums[m][n][i];
+                    *at = x;
+                    squares[i % 2] += x * x;
+                    if (p.normed != nullptr) p.normed[token * p.normed_stride + row] = float_to_bf16(x * weight[i / 2]);
+                }
+#pragma unroll
+                for (int mask = 4; mask < WARP_LANES; mask <<= 1) {
+                    squares[0] += shfl_xor(squares[0], mask);
+                    squares[1] += shfl_xor(squares[1], mask);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int token = n * 8 + 2 * t + i;
+                    if (g == 0 && token < p.n_columns) p.ss_out[tile * p.n_columns + token] = squares[i];
+                }
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int token = n * 8 + 2 * t + i;
+                    if (token >= p.n_columns) continue;
+                    const float scale = p.ss != nullptr ? rstd[token] : 1.0f;
+                    const float first = sums[m][n][i] * scale, second = sums[m][n][i + 2] * scale;
+                    if constexpr (EPILOGUE == SWIGLU) {
+                        const int row = tile * 8 + g;
+                        if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
+                    } else {
+                        const int row = tile * 16 + g;
+                        if (row < n_out) store_value(p, s.matrix, token, row, first);
+                        if (row + 8 < n_out) store_value(p, s.matrix, token, row + 8, second);
+                    }
+                }
+            }
+        }
+    }
+}
+
+DEVICE void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < NT * 4; ++i) sums[m][i / 4][i % 4] = 0.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_small(const __grid_constant__ LinearSmallParams p) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    STATIC_SHARED(float, scratch[THREADS]);
+    STATIC_SHARED(float, rstd[TOKENS]);
+    const int lane = static_cast<int>(lane_id()), g = lane >> 2, t = lane & 3;
+    const int begin = static_cast<int>(p.spans[blockIdx.x]), end = static_cast<int>(p.spans[blockIdx.x + 1]);
+
+    Walk walk;
+    walk.shared_x = shared;
+    walk.ring = shared + 2 * X_BYTES + warp_index() * (STAGES * STAGE_BYTES);
+    walk.slot = 0;
+    walk.buffer = 0;
+    walk.row = g * X_ROW_BYTES + t * 16;
+    walk.last = minimum((NT - 1) * 8 + g, p.n_columns - 1) * X_ROW_BYTES + t * 16;
+    walk.stream.unit = begin;
+    walk.stream.end = end;
+    walk.stream.open(p);
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) walk.stream.request(p, walk.ring + i * STAGE_BYTES);
+
+    grid_dependency_wait();
+    grid_dependency_launch();
+    if (begin >= end) return;
+
+    Segment s = segment_at(p, begin, end);
+    Activations first;
+    first.fetch(p, s.step * (p.k_padded / p.k_steps[s.matrix]));
+    if (p.ss != nullptr) {
+        const int adders = THREADS / p.n_columns * p.n_columns;  // each adds parts of one token
+        float sum = 0.0f;
+        if (static_cast<int>(threadIdx.x) < adders)
+            for (int i = threadIdx.x; i < p.n_parts * p.n_columns; i += adders) sum += p.ss[i];
+        scratch[threadIdx.x] = sum;
+    }
+    first.store(p, shared);
+    __syncthreads();
+    if (p.ss != nullptr) {
+        for (int token = warp_index(); token < p.n_columns; token += WARPS) {
+            const int shares = THREADS / p.n_columns;
+            float sum = 0.0f;
+            for (int i = lane; i < shares; i += WARP_LANES) sum += scratch[token + i * p.n_columns];
+            sum = warp_sum(sum);
+            if (lane == 0) rstd[token] = 1.0f / sqrtf(sum * p.inverse_hidden + p.epsilon);
+        }
+    }
+
+    Sums sums;
+    clear(sums);
+    int unit = begin;
+#pragma unroll 1
+    while (unit < end) {
+        s = segment_at(p, unit, end);
+        unit += s.length;
+        const bool more = unit < end;
+        const int format = p.format[s.matrix];
+        if constexpr (FORMATS >> Q4 & 1)
+            if (format == Q4) run_segment<Q4>(p, s, more, walk, sums);
+        if constexpr (FORMATS >> Q5 & 1)
+            if (format == Q5) run_segment<Q5>(p, s, more, walk, sums);
+        if constexpr (FORMATS >> Q6 & 1)
+            if (format == Q6) run_segment<Q6>(p, s, more, walk, sums);
+        if constexpr (FORMATS >> W8 & 1)
+            if (format == W8) run_segment<W8>(p, s, more, walk, sums);
+        if constexpr (FORMATS >> BF16 & 1)
+            if (format == BF16) run_segment<BF16>(p, s, more, walk, sums);
+        if (s.tiles > 0) {
+            if (s.step > 0) {
+                leave_sums(p, s, sums);
+            } else {
+                const int rest = p.k_steps[s.matrix] - s.length;  // units of this row block in the spans that follow
+                if (rest > 0) {
+                    for (int block = blockIdx.x + 1; static_cast<int>(p.spans[block]) < unit + rest; ++block)
+                        if (p.spans[block] < p.spans[block + 1]) add_sums_of(p, block, s, sums);
+                }
+                finish(p, s, rstd, sums);
+            }
+            clear(sums);
+        }
+    }
+}
