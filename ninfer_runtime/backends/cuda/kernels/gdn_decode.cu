@@ -1,0 +1,207 @@
+// Gated DeltaNet of one round: fold what is pending into the state, then evaluate this round's columns without writing it.
+//   c_t = silu(sum_j taps[j] p_{t-3+j}) of q, k, v;  S <- alpha S;  u = beta (v - S k);  S <- S + u k^T;  o = S q
+//   out = rms(o) w silu(z)
+// qk [T][2 KEY_HEADS 128] (q | k), vz [T][2 VALUE_HEADS 128] (v | z), taps [4][channels], norm [128], out [T][value
+// width]: bf16; a, b [T][VALUE_HEADS], a_log, dt_bias [VALUE_HEADS]: fp32. Column i of row b is line n_columns b + i; out is
+// zero in lines of columns that are not evaluated.
+// State S fp32 [slot][value head][value 128][key 128], history bf16 [slot][3][channels], records: gdn.cuh. All pointers
+// and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 512 threads.
+// What the pending columns need was written launches ago and is read ahead of the dependency wait.
+// Reference: backends/reference/gdn.py in bfloat16; convolution and out within 1 bf16 ulp, state to 1e-5.
+#include "common.cuh"
+#include "gdn.cuh"
+
+struct GdnDecodeParams {
+    const RowState* rows;
+    const uint16_t* qk;
+    const uint16_t* vz;
+    const float* a;
+    const float* b;
+    const uint16_t* taps;
+    const float* a_log;
+    const float* dt_bias;
+    const uint16_t* norm;
+    unsigned char* state;    // this layer of slot 0
+    unsigned char* history;  // likewise
+    unsigned char* record;   // likewise, buffer 0
+    uint16_t* out;
+    uint64_t state_slot_stride;  // bytes
+    uint64_t record_slot_stride;
+    uint64_t record_buffer_stride;
+    int qk_stride;  // elements
+    int vz_stride;
+    int gate_stride;
+    int out_stride;
+    int n_columns;  // lines per row
+    float norm_eps;
+};
+
+namespace {
+
+constexpr int WARPS = THREADS / WARP_LANES;
+static_assert(THREADS == GDN_STEP_THREADS, "a head's state fills the registers of 512 threads");
+constexpr int PART_VECTORS = GDN_DIM / 8, LINE_VECTORS = 4 * PART_VECTORS;  // of 16 bytes: [query | key | value | z]
+static_assert(THREADS - WARP_LANES >= MAX_COLUMNS * LINE_VECTORS, "a thread copies one vector; a warp is left for gates");
+static_assert(THREADS >= (GDN_HISTORY + GDN_TAPS) * GDN_HEAD_VECTORS, "a thread copies one vector of history or taps");
+static_assert(MAX_COLUMNS >= 1 && MAX_COLUMNS <= WARPS, "a warp writes a column of the result");
+
+// Rows of 384 channels are [query | key | value] of the head.
+struct Shared {
+    GdnColumns columns;
+    float out[MAX_COLUMNS][GDN_DIM];
+    uint16_t taps[GDN_TAPS][3 * GDN_DIM];
+    uint16_t window[GDN_HISTORY + MAX_COLUMNS][3 * GDN_DIM];  // history, then this round's projections
+    uint16_t z[MAX_COLUMNS][GDN_DIM];
+    uint16_t norm[GDN_DIM];
+    int head;
+};
+static_assert(sizeof(Shared) <= BLOCK_SHARED, "dynamic shared memory of the launch");
+
+// Addresses are made from the row again wherever they are needed: 64 registers hold no more than the step.
+DEVICE GdnRecord record_of(const GdnDecodeParams& p, int buffer) {
+    return GdnRecord(p.record + p.rows[blockIdx.y].slot * p.record_slot_stride + buffer * p.record_buffer_stride);
+}
+
+DEVICE float* matrix_of(const GdnDecodeParams& p) {
+    unsigned char* const slot = p.state + p.rows[blockIdx.y].slot * p.state_slot_stride;
+    return reinterpret_cast<float*>(slot) + blockIdx.x * GDN_DIM * GDN_DIM;
+}
+
+// History and taps of the head's channels into shared memory, the history also to where it belongs from now on.
+DEVICE void stage_history(Shared& shared, const GdnDecodeParams& p, int slot, int pending) {
+    const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+    const GdnChannels channels(static_cast<int>(blockIdx.x));
+    // The history that this round continues: after a fold the columns behind the folded ones, which no block writes.
+    uint16_t* const own_history = reinterpret_cast<uint16_t*>(p.history + slot * p.state_slot_stride);
+    const int j = thread / GDN_HEAD_VECTORS, vector = thread % GDN_HEAD_VECTORS, channel = channels.vector(vector);
+    const uint16_t* source = p.taps + (j - GDN_HISTORY) * GDN_CHANNELS;
+    if (j < GDN_HISTORY)
+        source = (pending > 0 ? record_of(p, p.rows[row].fold_buffer).window(pending) : own_history) + j * GDN_CHANNELS;
+    const uint4 words = j < GDN_HISTORY + GDN_TAPS ? load_16(source + channel) : uint4{};
+    if (j < GDN_HISTORY && channels.owns(vector)) {
+        if (pending > 0) store_16(own_history + j * GDN_CHANNELS + channel, words);
+        if (p.rows[row].n_columns > 0) store_16(record_of(p, p.rows[row].record_buffer).window(j) + channel, words);
+    }
+    uint16_t* const target = j < GDN_HISTORY ? shared.window[j] : shared.taps[j - GDN_HISTORY];
+    if (j < GDN_HISTORY + GDN_TAPS) *reinterpret_cast<uint4*>(target + 8 * vector) = words;
+    if (thread < GDN_DIM / 8) *reinterpret_cast<uint4*>(&shared.norm[8 * thread]) = load_16(p.norm + 8 * thread);
+}
+
+// This round's projections into shared memory and into the record; the last warp computes the gates, a lane per column.
+DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_columns, const GdnChannels& channels) {
+    const int line = static_cast<int>(blockIdx.y) * p.n_columns, head = shared.head;
+    const GdnRecord record = record_of(p, p.rows[blockIdx.y].record_buffer);
+    const int c = static_cast<int>(threadIdx.x) / LINE_VECTORS, vector = static_cast<int>(threadIdx.x) % LINE_VECTORS;
+    if (c < n_columns) {
+        const int part = vector / PART_VECTORS, within = 8 * (vector % PART_VECTORS);
+        const uint16_t* source = part < 2 ? p.qk + static_cast<int64_t>(line + c) * p.qk_stride + channels.first(part)
+                                          : p.vz + static_cast<int64_t>(line + c) * p.vz_stride +
+                                                (part - 2) * GDN_VALUE_WIDTH + head * GDN_DIM;
+        const uint4 words = load_16(source + within);
+        if (part == 3) {
+            *reinterpret_cast<uint4*>(&shared.z[c][within]) = words;
+        } else {
+            *reinterpret_cast<uint4*>(&shared.window[GDN_HISTORY + c][8 * vector]) = words;
+            if (channels.owns(vector)) store_16(record.window(GDN_HISTORY + c) + channels.first(part) + within, words);
+        }
+    }
+    const int own = static_cast<int>(threadIdx.x) - (THREADS - WARP_LANES);
+    if (own >= 0 && own < n_columns) {
+        const int at = (line + own) * p.gate_stride + head;
+        const float log_decay = gdn_log_decay(p.a[at], p.a_log[head], p.dt_bias[head]);
+        const GdnGates gates = {expf_precise(log_decay), sigmoid(p.b[at])};
+        shared.columns.gates[own] = gates;
+        *record.alpha(own, head) = gates.alpha;
+        *record.beta(own, head) = gates.beta;
+    }
+}
+
+// One warp: convolution of a column's query (part 0), key (1) or value (2), the first two normalised.
+DEVICE void prepare_column(Shared& shared, const GdnDecodeParams& p, int c, int part, const GdnChannels& channels) {
+    const int lane = static_cast<int>(lane_id()), head = shared.head;
+    const GdnRecord record = record_of(p, p.rows[blockIdx.y].record_buffer);
+    const uint2 activated = convolve_4(&shared.window[c][part * GDN_DIM + 4 * lane],
+                                       &shared.taps[0][part * GDN_DIM + 4 * lane], 3 * GDN_DIM);
+    float x[4];
+    unpack_4(activated, x);
+    if (part == 2) {
+        put_4(shared.columns.value[c], lane, x);
+        store_8(record.value(c, head) + 4 * lane, activated);
+        return;
+    }
+    l2_normalize(x);
+    if (part == 1) {
+        put_4(shared.columns.key[c], lane, x);
+        if (channels.owns_key) store_8(record.key(c, head / GDN_RATIO) + 4 * lane, activated);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = mul_rn(x[i], GDN_QUERY_SCALE);
+    put_4(shared.columns.query[c], lane, x);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(const __grid_constant__ GdnDecodeParams p) {
+    DYNAMIC_SHARED(Shared, shared);
+    grid_dependency_launch();
+    const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) shared->head = static_cast<int>(blockIdx.x);
+    const int slot = p.rows[row].slot, pending = p.rows[row].fold_columns;
+    const GdnLane at;
+    prefetch_state(matrix_of(p));
+
+    stage_history(*shared, p, slot, pending);
+    if (pending > 0) prepare_record(record_of(p, p.rows[row].fold_buffer), pending, static_cast<int>(blockIdx.x), shared->columns);
+    __syncthreads();
+    float s[2][16];
+    load_state(s, matrix_of(p), at);
+    if (pending > 0) {
+        fold_columns(s, pending, shared->columns, at);
+        store_state(s, matrix_of(p), at);
+        __syncthreads();
+    }
+    // What follows is derived anew, from shared memory: 64 registers hold no more than the step.
+    const int head = shared->head, n_columns = p.rows[row].n_columns;
+    const int lane = static_cast<int>(lane_id()), warp = warp_index();
+    const GdnChannels channels(head);
+
+    // Every block waits, also one without columns: the kernels behind rely on this one ending after those before it.
+    grid_dependency_wait();
+    if (n_columns > 0) stage_columns(*shared, p, n_columns, channels);
+    __syncthreads();
+#pragma unroll 1
+    for (int task = warp; task < 3 * n_columns; task += WARPS) prepare_column(*shared, p, task / 3, task % 3, channels);
+    __syncthreads();
+
+#pragma unroll 1
+    for (int c = 0; c < n_columns; ++c) {
+        const GdnGates gates = shared->columns.gates[c];
+        float u[2], decayed[2];
+        correction(s, shared->columns.key[c], shared->columns.value[c], gates, at, u);
+        state_times(s, shared->columns.query[c], at, decayed);
+        // o = alpha S q + (k . q) u: the last column needs no new state.
+        const float key_query = group_dot(shared->columns.key[c], shared->columns.query[c], at);
+        if (at.part == 0)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                shared->out[c][at.row + r] = fmaf(key_query, u[r], mul_rn(gates.alpha, decayed[r]));
+        if (c + 1 < n_columns) advance_state(s, shared->columns.key[c], gates.alpha, u, at);
+    }
+    __syncthreads();
+
+    if (warp >= p.n_columns) return;
+    uint16_t* const out = p.out + static_cast<int64_t>(row * p.n_columns + warp) * p.out_stride + head * GDN_DIM + 4 * lane;
+    if (warp >= n_columns) {
+        store_8(out, uint2{0, 0});
+        return;
+    }
+    float w[4], z[4], y[4];
+    unpack_4(*reinterpret_cast<const uint2*>(&shared->norm[4 * lane]), w);
+    unpack_4(*reinterpret_cast<const uint2*>(&shared->z[warp][4 * lane]), z);
+    const Float4 o = *reinterpret_cast<const Float4*>(&shared->out[warp][4 * lane]);
+    const float scale = rsqrt_approx(warp_sum(dot_4(o.v, o.v)) * (1.0f / GDN_DIM) + p.norm_eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = o.v[i] * scale * w[i] * silu_fast(z[i]);
+    store_8(out, pack_4(y));
+}

@@ -1,0 +1,61 @@
+// Flush pending records into the states of all layers: S and history as gdn_decode leaves them before its own columns,
+// bit for bit. entries: one per slot. States, histories and records as in gdn_decode.cu.
+// Grid: (VALUE_HEADS, layers, entries), 512 threads. Reference: backends/reference/gdn.py `replay`.
+#include "common.cuh"
+#include "gdn.cuh"
+
+struct GdnFoldEntry {
+    int slot, n_columns, buffer, reserved;
+};
+
+struct GdnFoldParams {
+    const GdnFoldEntry* entries;
+    unsigned char* state;    // layer 0 of slot 0
+    unsigned char* history;  // likewise
+    unsigned char* record;   // likewise, buffer 0
+    uint64_t state_slot_stride;  // bytes
+    uint64_t state_layer_stride;
+    uint64_t record_slot_stride;
+    uint64_t record_buffer_stride;
+    uint64_t record_layer_stride;
+};
+
+namespace {
+
+DEVICE uint64_t own_offset(const GdnFoldParams& p) {
+    return p.entries[blockIdx.z].slot * p.state_slot_stride + blockIdx.y * p.state_layer_stride;
+}
+
+DEVICE float* matrix_of(const GdnFoldParams& p) {
+    return reinterpret_cast<float*>(p.state + own_offset(p)) + blockIdx.x * GDN_DIM * GDN_DIM;
+}
+
+}  // namespace
+
+static_assert(sizeof(GdnColumns) <= BLOCK_SHARED, "dynamic shared memory of the launch");
+static_assert(THREADS == GDN_STEP_THREADS, "a head's state fills the registers of 512 threads");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const __grid_constant__ GdnFoldParams p) {
+    DYNAMIC_SHARED(GdnColumns, columns);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const GdnFoldEntry entry = p.entries[blockIdx.z];
+    if (entry.n_columns == 0) return;
+    const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+    const GdnRecord record(p.record + entry.slot * p.record_slot_stride + entry.buffer * p.record_buffer_stride +
+                           blockIdx.y * p.record_layer_stride);
+    const GdnChannels channels(head);
+    const GdnLane at;
+    prefetch_state(matrix_of(p));
+    if (thread < GDN_HISTORY * GDN_HEAD_VECTORS && channels.owns(thread % GDN_HEAD_VECTORS)) {
+        const int j = thread / GDN_HEAD_VECTORS, channel = channels.vector(thread % GDN_HEAD_VECTORS);
+        store_16(reinterpret_cast<uint16_t*>(p.history + own_offset(p)) + j * GDN_CHANNELS + channel,
+                 load_16(record.window(entry.n_columns + j) + channel));
+    }
+    prepare_record(record, entry.n_columns, head, *columns);
+    float s[2][16];
+    load_state(s, matrix_of(p), at);
+    __syncthreads();
+    fold_columns(s, entry.n_columns, *columns, at);
+    store_state(s, matrix_of(p), at);  // the address is made again: 64 registers hold no more than the step
+}

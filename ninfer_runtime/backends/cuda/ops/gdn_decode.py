@@ -1,0 +1,203 @@
+"""Gated DeltaNet in rounds: fold the pending record, evaluate this round's columns, record them; and the flush.
+
+A round leaves the state as it was before its columns and records what drove them; how many of them count is known when
+the slot is used next. Committed states have the same bits however the columns were cut into rounds.
+Specification: ``specs/kernels.md``, "Gated DeltaNet"; reference: ``backends/reference/gdn.py``.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, TAPS, GdnGeometry, GdnLayerState, GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
+
+_THREADS = 512
+_BLOCKS_PER_SM = 2
+_FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
+_FOLD_SHARED = MAX_COLUMNS * (3 * DIM * 4 + 8) + 16
+_DECODE_SHARED = _FOLD_SHARED + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS) + 16
+
+FOLD_ENTRY = np.dtype([("slot", np.int32), ("n_columns", np.int32), ("buffer", np.int32), ("reserved", np.int32)])
+"""One slot to flush: fold the first ``n_columns`` columns of record buffer ``buffer``; 0 leaves the slot as it is."""
+
+
+class GdnDecodeParams(ctypes.Structure):
+    """Mirrors ``kernels/gdn_decode.cu``."""
+
+    _fields_ = (
+        ("rows", ctypes.c_uint64),
+        ("qk", ctypes.c_uint64),
+        ("vz", ctypes.c_uint64),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+        ("taps", ctypes.c_uint64),
+        ("a_log", ctypes.c_uint64),
+        ("dt_bias", ctypes.c_uint64),
+        ("norm", ctypes.c_uint64),
+        ("state", ctypes.c_uint64),
+        ("history", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("state_slot_stride", ctypes.c_uint64),
+        ("record_slot_stride", ctypes.c_uint64),
+        ("record_buffer_stride", ctypes.c_uint64),
+        ("qk_stride", ctypes.c_int32),
+        ("vz_stride", ctypes.c_int32),
+        ("gate_stride", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("n_columns", ctypes.c_int32),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+class GdnFoldParams(ctypes.Structure):
+    """Mirrors ``kernels/gdn_fold.cu``."""
+
+    _fields_ = (
+        ("entries", ctypes.c_uint64),
+        ("state", ctypes.c_uint64),
+        ("history", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        ("state_slot_stride", ctypes.c_uint64),
+        ("state_layer_stride", ctypes.c_uint64),
+        ("record_slot_stride", ctypes.c_uint64),
+        ("record_buffer_stride", ctypes.c_uint64),
+        ("record_layer_stride", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GdnInputs:
+    """Projections of a call's tokens, T lines each; strides in elements, 0 = dense, else multiples of 8.
+
+    qk  bf16 [T][2 · key width], query then key      vz  bf16 [T][2 · value width], value then z
+    a, b  fp32 [T][value heads], same stride
+    """
+
+    qk: int
+    vz: int
+    a: int
+    b: int
+    qk_stride: int = 0
+    vz_stride: int = 0
+    gate_stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GdnLayerWeights:
+    """taps bf16 [4][channels], the last for the current token; a_log, dt_bias fp32 [value heads]; norm bf16 [128]."""
+
+    taps: int
+    a_log: int
+    dt_bias: int
+    norm: int
+
+
+def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec]:
+    def spec(name: str, shared: int) -> KernelSpec:
+        defines = (*geometry.defines, ("BLOCK_SHARED", shared))
+        return KernelSpec(f"{name}.cu", name, defines, _THREADS, shared, _BLOCKS_PER_SM)
+
+    return spec("gdn_decode", _DECODE_SHARED), spec("gdn_fold", _FOLD_SHARED)
+
+
+def specs(geometry: GdnGeometry) -> list[KernelSpec]:
+    """Every variant of rounds and flushes."""
+    return list(_specs(geometry))
+
+
+class GdnDecode:
+    """One layer of a round: convolution, gates, recurrence and gated norm in one launch."""
+
+    def __init__(self, device: Device, geometry: GdnGeometry) -> None:
+        self._geometry = geometry
+        self._layout = GdnStateLayout(geometry)
+        self._kernel = device.kernel(_specs(geometry)[0])
+
+    def launch(
+        self,
+        stream: Stream,
+        *,
+        n_rows: int,
+        n_columns: int,
+        rows: int,
+        inputs: GdnInputs,
+        weights: GdnLayerWeights,
+        state: GdnLayerState,
+        out: int,
+        out_stride: int = 0,
+    ) -> None:
+        """Line c = b · n_columns + i of inputs and ``out`` is column i of row b, evaluated for i < the row's n_columns.
+
+        rows   RowState [n_rows]: the row's pending columns are folded whether or not it evaluates any. Rows, states and
+               records are read before the launch ahead of this one has ended, so whatever writes ``rows`` must be
+               followed by at least one launch without PDL before this one
+        out    bf16 [n_rows · n_columns][out_stride]: rms(o) · norm · silu(z), 0 in lines that are not evaluated
+        """
+        if not (1 <= n_rows <= MAX_ROWS and 1 <= n_columns <= MAX_COLUMNS):
+            raise ValueError(f"{n_rows} rows of {n_columns} columns, expected at most {MAX_ROWS} of {MAX_COLUMNS}")
+        g, layout = self._geometry, self._layout
+        params = GdnDecodeParams(
+            rows,
+            inputs.qk,
+            inputs.vz,
+            inputs.a,
+            inputs.b,
+            weights.taps,
+            weights.a_log,
+            weights.dt_bias,
+            weights.norm,
+            state.matrix,
+            state.history,
+            state.record,
+            out,
+            layout.state_bytes_per_slot,
+            layout.record_bytes_per_slot,
+            layout.record_buffer_stride,
+            inputs.qk_stride or 2 * g.key_width,
+            inputs.vz_stride or 2 * g.value_width,
+            inputs.gate_stride or g.value_heads,
+            out_stride or g.value_width,
+            n_columns,
+            g.norm_eps,
+        )
+        self._kernel.launch((g.value_heads, n_rows, 1), params, stream)
+
+
+def fold_entries(entries: Sequence[tuple[int, int, int]]) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
+    """FOLD_ENTRY array of (slot, n_columns, buffer), ready to upload."""
+    array = np.zeros(len(entries), FOLD_ENTRY)
+    for i, (slot, n_columns, buffer) in enumerate(entries):
+        array[i] = (slot, n_columns, buffer, 0)
+    return array
+
+
+class GdnFold:
+    """Flush pending records of all layers where no round does it: before a prefill, a snapshot, and the like."""
+
+    def __init__(self, device: Device, geometry: GdnGeometry) -> None:
+        self._geometry = geometry
+        self._layout = GdnStateLayout(geometry)
+        self._kernel = device.kernel(_specs(geometry)[1])
+
+    def launch(self, stream: Stream, *, n_entries: int, entries: int, states: int, records: int) -> None:
+        """``entries``: FOLD_ENTRY [n_entries] on the device, distinct slots; ``states``, ``records``: the regions."""
+        g, layout = self._geometry, self._layout
+        first = layout.layer(0, states, records)
+        params = GdnFoldParams(
+            entries,
+            first.matrix,
+            first.history,
+            first.record,
+            layout.state_bytes_per_slot,
+            layout.state_layer_stride,
+            layout.record_bytes_per_slot,
+            layout.record_buffer_stride,
+            layout.record_layer_stride,
+        )
+        self._kernel.launch((g.value_heads, g.n_layers, n_entries), params, stream)
