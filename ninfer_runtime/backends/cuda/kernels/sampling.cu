@@ -1,0 +1,313 @@
+// From the logits of a round to what its rows emit: draws of all columns side by side, then the rule of each row.
+// logits fp32 [T][logits_stride], 16-byte aligned rows where VECTOR_LOADS; masks uint32 [T][mask_words];
+// counts int32 [slots][counts_stride], stride a multiple of 4. Column c = b * q + i (include/round.cuh).
+// token = the first candidate, in descending order, where the cumulative weight exceeds u * (weight of those kept).
+// sample_scan: one warp per CHUNK ids and column -> largest value, sums of exponentials, NaN for a logit not finite.
+// sample_draw: one block per column -> token and logprobs; the last block of a row to arrive applies its rule.
+// Reference: backends/reference/sampling.py, rounds.py; tokens equal except where 1e-6 of the mass decides (1e-12 for
+// top_k 1 .. PREFIX); logprobs 1e-5.
+#include "common.cuh"
+#include "round.cuh"
+#include "philox.cuh"
+#include "sample_column.cuh"
+#include "sample_select.cuh"
+#include "sample_draw.cuh"
+
+struct SampleParams {
+    const float* logits;
+    const unsigned char* input;   // RoundHeader, RowInput[8], ..
+    const BiasEntry* bias;
+    const uint32_t* masks;
+    const int* counts;
+    const int* tokens;            // resolved inputs, int32 [T]
+    RowState* rows;
+    RowOutput* outputs;
+    double* best;                 // [T][n_chunks]
+    int* best_ids;
+    float* raw_largest;           // over raw logits
+    float* raw_sum;               // of exp(logit - raw_largest)
+    float* scaled_sum;            // of exp((value - best) / temperature)
+    Draw* draws;                  // [T]
+    uint32_t* arrived;            // [8], zero between rounds
+    float* chosen;                // logprobs [8][MAX_COLUMNS]
+    int* top_ids;                 // [8][MAX_COLUMNS][n_top_limit]
+    float* top;
+    int n_columns;                // q
+    int n_ids;                    // addressable
+    int n_chunks;
+    int logits_stride;
+    int counts_stride;
+    int mask_words;
+    int n_top_limit;
+};
+
+DEVICE const RoundHeader& header_of(const SampleParams& p) { return *reinterpret_cast<const RoundHeader*>(p.input); }
+
+DEVICE const RowInput& input_of(const SampleParams& p, int b) {
+    return reinterpret_cast<const RowInput*>(p.input + sizeof(RoundHeader))[b];
+}
+
+// Whether column i of a row draws: every column of a verify row, the last of a known one.
+DEVICE bool draws_at(const RowState& row, int i) { return i < row.n_columns && (row.verify || i == row.n_columns - 1); }
+
+DEVICE Column column_of(const SampleParams& p, const RowState& row, const RowInput& in, int c, int i) {
+    Column column;
+    column.logits = p.logits + static_cast<int64_t>(c) * p.logits_stride;
+    const bool has_penalties = in.presence != 0.0 || in.frequency != 0.0;
+    column.counts = has_penalties ? p.counts + static_cast<int64_t>(row.slot) * p.counts_stride : nullptr;
+    column.mask = header_of(p).has_mask ? p.masks + static_cast<int64_t>(c) * p.mask_words : nullptr;
+    column.bias = p.bias + in.bias_begin;
+    column.drafts = p.tokens + (c - i) + 1;
+    column.presence = in.presence;
+    column.frequency = in.frequency;
+    column.n_bias = in.n_bias;
+    column.n_drafts = row.verify ? i : 0;
+    column.n_ids = p.n_ids;
+    return column;
+}
+
+DEVICE void keep_better(double& value, int& id, double other, int other_id) {
+    if (!comes_before(other, other_id, value, id)) return;
+    value = other;
+    id = other_id;
+}
+
+DEVICE void warp_best(double& value, int& id) {
+#pragma unroll
+    for (int mask = WARP_LANES / 2; mask > 0; mask >>= 1) {
+        const double other = shfl_xor(value, mask);
+        keep_better(value, id, other, shfl_xor(id, mask));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    sample_scan(const __grid_constant__ SampleParams p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int c = static_cast<int>(blockIdx.y), b = c / p.n_columns, i = c % p.n_columns;
+    const int chunk = static_cast<int>(blockIdx.x) * WARPS + warp_index();
+    const RowState& row = p.rows[b];
+    if (chunk >= p.n_chunks || !draws_at(row, i)) return;
+    const RowInput& in = input_of(p, b);
+    const Column column = column_of(p, row, in, c, i);
+    const bool is_raw = column.is_raw();
+    constexpr int SEGMENTS = CHUNK / SEGMENT;
+
+    float raw[SEGMENTS][4];
+    const int first = chunk * CHUNK + 4 * static_cast<int>(lane_id());
+#pragma unroll
+    for (int s = 0; s < SEGMENTS; ++s) load_logits(column.logits, first + s * SEGMENT, p.n_ids, raw[s]);
+    bool is_finite = true;
+    float largest = -infinite();
+    int largest_id = NO_ID;
+#pragma unroll
+    for (int s = 0; s < SEGMENTS; ++s)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int id = first + s * SEGMENT + j;
+            is_finite = is_finite && (id >= p.n_ids || fabsf(raw[s][j]) < infinite());
+            if (raw[s][j] > largest) {
+                largest = raw[s][j];
+                largest_id = id;
+            }
+        }
+    double best = static_cast<double>(largest);
+    int best_id = largest_id;
+    if (!is_raw) {
+        best = -static_cast<double>(infinite());
+        best_id = NO_ID;
+        for_chunk(column, chunk, [&](int id, const float(&)[4], const double(&value)[4]) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (value[j] > best) {
+                    best = value[j];
+                    best_id = id + j;
+                }
+        });
+    }
+    warp_best(best, best_id);
+    is_finite = ballot(!is_finite) == 0;
+    const int64_t at = static_cast<int64_t>(c) * p.n_chunks + chunk;
+    if (lane_id() == 0) {
+        p.best[at] = is_finite ? best : static_cast<double>(__uint_as_float(0x7fc00000u));
+        p.best_ids[at] = best_id;
+    }
+    if (header_of(p).n_top >= 0) {
+        largest = warp_max(largest);
+        float sum = 0.0f;
+#pragma unroll
+        for (int s = 0; s < SEGMENTS; ++s)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum += expf(raw[s][j] - largest);
+        sum = warp_sum(sum);
+        if (lane_id() == 0) {
+            p.raw_largest[at] = largest;
+            p.raw_sum[at] = sum;
+        }
+    }
+    if (in.temperature > 0.0 && is_wide(in.top_k)) {
+        const float inverse = static_cast<float>(inverse_of(in.temperature));
+        const float reference = best_id == NO_ID ? 0.0f : static_cast<float>(best);
+        float sum = 0.0f;
+        for_chunk(column, chunk, [&](int, const float(&near)[4], const double(&)[4]) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum += weight_of(near[j], reference, inverse);
+        });
+        sum = warp_sum(sum);
+        if (lane_id() == 0) p.scaled_sum[at] = sum;
+    }
+}
+
+// The largest value of the column and its id, to every thread; id -1 when a logit is not finite.
+DEVICE void best_of_chunks(const SampleParams& p, Selection& s, int c, double& value, int& id) {
+    value = -static_cast<double>(infinite());
+    id = NO_ID;
+    bool is_finite = true;
+    const int64_t begin = static_cast<int64_t>(c) * p.n_chunks;
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < p.n_chunks; chunk += THREADS) {
+        const double best = p.best[begin + chunk];
+        is_finite = is_finite && best == best;
+        keep_better(value, id, best, p.best_ids[begin + chunk]);
+        s.chunk_key[chunk] = key_of(static_cast<float>(best));
+    }
+    warp_best(value, id);
+    is_finite = ballot(!is_finite) == 0;
+    if (lane_id() == 0) {
+        s.scratch[warp_index()] = value;
+        s.warp_count[warp_index()] = is_finite ? static_cast<uint32_t>(id) : 0xffffffffu;
+    }
+    __syncthreads();
+    value = s.scratch[0];
+    id = static_cast<int>(s.warp_count[0]);
+    for (int warp = 1; warp < WARPS; ++warp) {
+        const int other = static_cast<int>(s.warp_count[warp]);
+        if (id < 0 || other < 0)
+            id = -1;
+        else
+            keep_better(value, id, s.scratch[warp], other);
+    }
+    __syncthreads();
+}
+
+// Sum over the chunks of part * exp(largest - peak), largest taken per chunk.
+template <typename Largest>
+DEVICE double combined_sum(const SampleParams& p, Selection& s, int c, const float* parts, double peak,
+                           double inverse_temperature, Largest largest) {
+    double sum = 0.0;
+    const int64_t begin = static_cast<int64_t>(c) * p.n_chunks;
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < p.n_chunks; chunk += THREADS) {
+        const double here = largest(begin + chunk);
+        if (here > -static_cast<double>(infinite()))
+            sum += static_cast<double>(parts[begin + chunk]) * exp((here - peak) * inverse_temperature);
+    }
+    return block_sum(sum, s.scratch);
+}
+
+// Natural logs of the softmax over raw logits: of the drawn token, and of the n_top most likely ones.
+DEVICE void write_logprobs(const SampleParams& p, Selection& s, const Column& column, int c, int slot, int token,
+                           int n_top) {
+    Column raw = column;
+    raw.counts = nullptr;
+    raw.mask = nullptr;
+    raw.n_bias = 0;
+    const int64_t begin = static_cast<int64_t>(c) * p.n_chunks;
+    float peak = -infinite();
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < p.n_chunks; chunk += THREADS) {
+        peak = maximum(peak, p.raw_largest[begin + chunk]);
+        s.chunk_key[chunk] = key_of(p.raw_largest[begin + chunk]);
+    }
+    peak = block_max(peak, reinterpret_cast<float*>(s.scratch));
+    const double total = combined_sum(p, s, c, p.raw_sum, static_cast<double>(peak), 1.0,
+                                      [&](int64_t at) { return static_cast<double>(p.raw_largest[at]); });
+    const double log_total = static_cast<double>(peak) + log(total);
+    if (threadIdx.x == 0) p.chosen[slot] = static_cast<float>(static_cast<double>(raw.logits[token]) - log_total);
+    if (n_top <= 0) return;
+    const int n = select_top(raw, s, n_top, peak, p.n_chunks);
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += THREADS) {
+        p.top_ids[slot * p.n_top_limit + i] = s.id[i];
+        p.top[slot * p.n_top_limit + i] = static_cast<float>(s.value[i] - log_total);
+    }
+}
+
+// What one row emits, from its columns' draws; one warp.
+DEVICE void end_row(const SampleParams& p, int b) {
+    RowState& row = p.rows[b];
+    const RowInput& in = input_of(p, b);
+    const int n = row.n_columns, budget = row.budget;
+    const bool verify = row.verify != 0;
+    RowOutput out = {};
+    out.status = row.status;
+    out.start = row.n_columns > 0 ? row.start : 0;
+    out.budget = budget;
+    for (int i = verify ? 0 : n - 1; i >= 0 && i < n; ++i) {
+        const Draw draw = p.draws[b * p.n_columns + i];
+        if (draw.outcome != DREW) {
+            out.status = STATUS_NOT_FINITE;
+            out.empty_mask = draw.outcome == NOTHING_ALLOWED;
+            break;
+        }
+#pragma unroll
+        for (int at = 0; at < MAX_COLUMNS; ++at)
+            if (at == out.emitted) out.token_ids[at] = draw.token;
+        ++out.emitted;
+        bool is_stop = false;
+        for (int at = static_cast<int>(lane_id()); at < in.n_stop_ids; at += WARP_LANES)
+            is_stop = is_stop || in.stop_ids[at] == draw.token;
+        if (ballot(is_stop) != 0)
+            out.status = STATUS_STOP_ID;
+        else if (out.emitted >= budget)
+            out.status = STATUS_BUDGET;
+        const bool is_draft_right = verify && i + 1 < n && p.tokens[b * p.n_columns + i + 1] == draw.token;
+        out.accepted += is_draft_right;
+        if (out.status != STATUS_RUNNING || !is_draft_right) break;
+    }
+    out.columns = verify ? out.emitted : (out.emitted > 0 ? n : 0);
+    if (lane_id() != 0) return;
+    p.outputs[b] = out;
+    row.status = out.status;
+    row.emitted = out.emitted;
+    row.accepted = out.accepted;
+    row.columns = out.columns;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    sample_draw(const __grid_constant__ SampleParams p) {
+    DYNAMIC_SHARED(Selection, selection);
+    Selection& s = *selection;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int c = static_cast<int>(blockIdx.x), b = c / p.n_columns, i = c % p.n_columns;
+    const RowState& row = p.rows[b];
+    if (draws_at(row, i)) {
+        const RowInput& in = input_of(p, b);
+        const Column column = column_of(p, row, in, c, i);
+        double largest;
+        int token;
+        best_of_chunks(p, s, c, largest, token);
+        int outcome = token < 0 ? SAW_NOT_FINITE : token == NO_ID ? NOTHING_ALLOWED : DREW;
+        if (outcome == DREW) {
+            if (in.temperature > 0.0) {
+                double total = 0.0;
+                const double inverse = inverse_of(in.temperature);
+                if (is_wide(in.top_k))
+                    total = combined_sum(p, s, c, p.scaled_sum, largest, inverse,
+                                         [&](int64_t at) { return static_cast<double>(static_cast<float>(p.best[at])); });
+                const uint64_t position = static_cast<uint64_t>(row.start + i + 1);
+                const double u = philox_uniform(in.seed, position, PURPOSE_TARGET);
+                token = draw_token(column, s, in, static_cast<float>(largest), total, u, p.n_chunks);
+            }
+            const int n_top = header_of(p).n_top;
+            if (n_top >= 0) {
+                const int slot = b * MAX_COLUMNS + (row.verify ? i : 0);
+                write_logprobs(p, s, column, c, slot, token, n_top);
+            }
+        }
+        if (threadIdx.x == 0) p.draws[c] = Draw{token, outcome};
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) s.index = atomic_add_acq_rel(p.arrived + b, 1u) == static_cast<uint32_t>(p.n_columns - 1);
+    __syncthreads();
+    if (s.index == 0) return;
+    if (threadIdx.x == 0) p.arrived[b] = 0;
+    if (warp_index() == 0) end_row(p, b);
+}
