@@ -197,7 +197,8 @@ def _input(device: "Device", scratch: Scratch, k: int) -> NDArray[np.float32]:
 def _problem(run: Running, device: "Device", op: "LinearSmall", scratch: Scratch, x: NDArray[np.float32]) -> str:
     """What is wrong with the outputs of one launch, or nothing."""
     stream = device.stream()
-    device.fill(scratch.residual, 0, 4 * op.matrices[0].n_outputs, stream)
+    if op.epilogue == "residual":
+        device.fill(scratch.residual, 0, 4 * op.matrices[0].n_outputs, stream)
     _launch(op, scratch, stream)
     device.synchronize(stream)
     for i, matrix in enumerate(op.matrices):
