@@ -30,7 +30,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="
 Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference or cuda.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.  [the backend's own]"),
+    typer.Option(
+        "--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.  [the backend's own]"
+    ),
 ]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Precision of the arithmetic.")]
 KvDtypeName = Annotated[
@@ -265,7 +267,9 @@ def score(
     """Print the perplexity of a text."""
     from ninfer_runtime.commands.score import score as run
 
-    return run(_engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk), text, as_json=as_json)
+    return run(
+        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk), text, as_json=as_json
+    )
 
 
 @app.command()
@@ -296,6 +300,22 @@ def calibrate(
     sources = CalibrationSources(text or (), messages or (), max_tokens)
     options = _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk)
     return run(options, sources, out, channels=not amax_only)
+
+
+@app.command()
+def kernels(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", metavar="sm_120a|sm_90a", help="Target to compile for; repeatable.  [both]"),
+    ] = None,
+    sass: Annotated[bool, typer.Option("--sass", help="Also count the main loop's instructions (nvdisasm).")] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", parser=positive, metavar="N", help="Threads.  [cores]")] = None,
+    as_json: Json = False,
+) -> int:
+    """Compile every CUDA kernel without a card and list what each takes: registers, spills, shared memory."""
+    from ninfer_runtime.commands.kernels import kernels as run
+
+    return run(arch, sass=sass, jobs=jobs, as_json=as_json)
 
 
 def main() -> NoReturn:

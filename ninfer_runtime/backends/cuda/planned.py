@@ -1,0 +1,116 @@
+"""Models without a file and cards without a machine: what kernels are compiled for, and checked on, anywhere."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from ninfer_format.directory import Directory, Identity
+from ninfer_format.inventory import Inventory, plan_inventory
+from ninfer_format.model_config import ModelConfig
+from ninfer_format.model_geometry import draft_head_rows, geometry_from_config
+from ninfer_format.published import CONFIG_RESOURCE, TOKENIZER_IDS
+from ninfer_format.reader import Artifact, Objects
+from ninfer_format.recipes import recipe_for
+from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.models.binder import BoundModel, bind
+from ninfer_runtime.models.vocabulary import TOKENIZER, TOKENIZER_CONFIG
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+# The smallest model of the dense architecture; the tests' trained one has these sizes.
+_TINY_IDS = 604
+_TINY = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "vocab_size": 640,
+    "attn_output_gate": True,
+    "rms_norm_eps": 1e-6,
+    "mtp_num_hidden_layers": 0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000},
+}
+_PUBLISHED = ("qwen3.6-27b/groupwise-int", "qwen3.8-27b/groupwise-int")
+_TINY_RECIPES = ("groupwise-int", "w8", "bf16")
+MODELS = (*_PUBLISHED, *(f"tiny/{name}" for name in _TINY_RECIPES))
+"""Names of the models whose kernels are compiled ahead: the dense identities, and the tiny model in every format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The numbers of a ``Device`` that launches are planned from."""
+
+    name: str
+    arch: str
+    n_sms: int
+    shared_per_sm: int
+    l2_bytes: int
+    total_bytes: int
+
+    def as_device(self) -> Device:
+        """For functions that only read those numbers."""
+        return cast(Device, self)
+
+
+CARDS = (
+    Card("RTX 5090", "sm_120a", 170, 100 * _KIB, 96 * _MIB, 32_607 * _MIB),
+    Card("RTX 5060 Ti", "sm_120a", 36, 100 * _KIB, 32 * _MIB, 16_311 * _MIB),
+    Card("H200", "sm_90a", 132, 228 * _KIB, 60 * _MIB, 143_771 * _MIB),
+)
+TARGETS = tuple(dict.fromkeys(card.arch for card in CARDS))
+
+
+class PlannedArtifact:
+    """Stands in for an ``Artifact`` that was never written: the directory, and the resources that binding reads."""
+
+    def __init__(self, name: str, inventory: Inventory, resources: Mapping[str, bytes]) -> None:
+        self.path = Path(name)
+        self.identity = inventory.identity
+        self.directory: Directory = inventory.directory
+        self.objects = Objects(inventory.objects)
+        self.payload_offset = inventory.payload_offset
+        self.file_bytes = inventory.file_bytes
+        self._resources = resources
+
+    def payload(self, name: str) -> memoryview:
+        """Content of a resource."""
+        return memoryview(self._resources[name])
+
+
+def _resources(n_ids: int, config: bytes | None) -> Mapping[str, bytes]:
+    tokenizer = json.dumps({"model": {"vocab": {"last": n_ids - 1}}}).encode()
+    found = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: b"{}"}
+    return MappingProxyType(found if config is None else found | {CONFIG_RESOURCE: config})
+
+
+def planned_model(name: str) -> BoundModel:
+    """One of ``MODELS``, bound to an artifact that does not exist: shapes and formats, no values."""
+    if name in _PUBLISHED:
+        inventory = plan_inventory(name)
+        return _bound(name, inventory, _resources(TOKENIZER_IDS, None))
+    recipe_name = name.removeprefix("tiny/")
+    rows = draft_head_rows(_TINY_IDS)
+    recipe = recipe_for(geometry_from_config(_TINY, None, None, rows), recipe_name)
+    config = ModelConfig(_TINY, None, None, None, recipe, rows)
+    resources = _resources(_TINY_IDS, config.to_json())
+    sizes = {resource: len(content) for resource, content in resources.items()}
+    identity = Identity("tiny", recipe_name)
+    return _bound(name, plan_inventory(config.geometry, recipe, identity=identity, resources=sizes), resources)
+
+
+def _bound(name: str, inventory: Inventory, resources: Mapping[str, bytes]) -> BoundModel:
+    artifact: Any = PlannedArtifact(name, inventory, resources)
+    return bind(cast(Artifact, artifact))
