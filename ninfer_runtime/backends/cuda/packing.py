@@ -262,9 +262,7 @@ def pack_matrix(matrix: PackedMatrix, codes: npt.NDArray[np.integer], scales: np
     return blocks.reshape(-1)
 
 
-def unpack_matrix(
-    matrix: PackedMatrix, packed: Bytes
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16] | None]:
+def unpack_matrix(matrix: PackedMatrix, packed: Bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16] | None]:
     """Codes int64 [n_rows, k] (BF16: words) and scale words [n_rows, ceil(k / group)] of packed bytes."""
     tile = matrix.tile
     sources = tile_row_sources(matrix)

@@ -39,6 +39,7 @@ constexpr int MATRICES = 4;
 constexpr int WARPS = THREADS / WARP_LANES;
 constexpr int ROW_TILES = WARPS * MT;
 constexpr int TOKENS = NT * 8;
+constexpr int GROUPS_AT_ONCE = NT * MT > 4 ? 1 : 2;  // registers
 constexpr uint32_t EMPTY = 0xffffffffu;  // what the workspace holds between launches
 
 __host__ __device__ constexpr int largest_block() {
@@ -207,7 +208,7 @@ DEVICE void multiply(const unsigned char* slot, const unsigned char* x, const un
 #pragma unroll
         for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
     }
-#pragma unroll
+#pragma unroll GROUPS_AT_ONCE
     for (int group = 0; group < Tile<F>::GROUPS; ++group) {
         uint32_t a[MT][4][4];
 #pragma unroll

@@ -15,8 +15,8 @@ from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, TileFormat, activation_stride
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning
+from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, TileFormat, activation_stride
 
 __all__ = ["LinearSmall", "Output", "Residual", "RmsScale", "Workspace", "activation_stride", "specs"]
 
@@ -98,7 +98,9 @@ def token_tiles(n_columns: int) -> int:
     return -(-n_columns // TOKEN_TILE)
 
 
-def kernel_spec(formats: frozenset[TileFormat], epilogue: Epilogue, tiles: int, tuning: LinearSmallTuning) -> KernelSpec:
+def kernel_spec(
+    formats: frozenset[TileFormat], epilogue: Epilogue, tiles: int, tuning: LinearSmallTuning
+) -> KernelSpec:
     """The variant for matrices of ``formats`` and 8 · ``tiles`` columns."""
     slot = max(f.block_bytes for f in formats)
     x_bytes = 2 * TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64)
@@ -259,7 +261,8 @@ class LinearSmall:
         """
         assert 1 <= n_columns <= self.max_columns
         assert len(outputs) == (0 if self.epilogue == "residual" else len(self.matrices))
-        assert (residual is not None) == (self.epilogue == "residual") and not (residual and rstd)
+        assert (residual is not None) == (self.epilogue == "residual")
+        assert not (residual and rstd)
         variant = self._variants[token_tiles(n_columns) - 1]
         p = LinearSmallParams()
         first = 0

@@ -1,0 +1,140 @@
+"""Matrices from the file's rows to tiles on the device (``kernels/repack.cu``); oracle: ``packing.pack_matrix``.
+
+``uploads`` cuts a matrix into runs of tile rows whose file bytes fit the loader's staging memory; each is one
+``loader.Upload`` that repacks its tile rows once their bytes have arrived.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ninfer_format.formats import row_split_planes
+from ninfer_format.geometry import up
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.loader import MAX_STAGING_BYTES, Piece, Upload
+from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, TILE_ROWS, PackedMatrix, TileFormat
+
+_THREADS = 256
+_BLOCKS_PER_SM = 8
+_ALIGNMENT = 256
+
+
+class RepackParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("base", ctypes.c_uint64 * 2),
+        ("high", ctypes.c_uint64 * 2),
+        ("scales", ctypes.c_uint64 * 2),
+        ("out", ctypes.c_uint64),
+        ("n_rows", ctypes.c_int32 * 2),
+        ("row_stride", ctypes.c_int32),
+        ("n_tiles", ctypes.c_int32),
+        ("k_steps", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """One plane of the file's matrix: offset in the object and bytes per row."""
+
+    offset: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """``n_rows`` rows that lie together in the file, and where each plane's bytes of them are staged."""
+
+    n_rows: int
+    staged: tuple[int, ...]
+
+
+def kernel_spec(tile: TileFormat) -> KernelSpec:
+    """The variant for a format."""
+    return KernelSpec("repack.cu", "repack", (("FORMAT", tile.code),), _THREADS)
+
+
+def specs(formats: Iterable[str] = TILE_FORMATS) -> list[KernelSpec]:
+    """The variants for matrices of these formats."""
+    return [kernel_spec(TILE_FORMATS[name]) for name in formats]
+
+
+def _planes(matrix: PackedMatrix) -> tuple[_Plane, ...]:
+    """Base, high (where there is one) and scale plane; the words of a BF16 matrix."""
+    if not matrix.tile.group:
+        return (_Plane(0, 2 * matrix.k),)
+    p = row_split_planes(matrix.format, (matrix.n_rows, matrix.k))
+    groups = p.groups_per_row
+    high = (_Plane(p.high_offset, groups * p.high_bytes_per_group),) if p.high_bytes else ()
+    return (_Plane(0, groups * p.base_bytes_per_group), *high, _Plane(p.scale_offset, 2 * groups))
+
+
+def uploads(
+    device: Device, matrix: PackedMatrix, file_begin: int, max_staging_bytes: int = MAX_STAGING_BYTES
+) -> list[Upload]:
+    """Uploads that together fill ``matrix``, whose object begins at file offset ``file_begin``.
+
+    The object holds all rows, gate rows first where they are interleaved. A tile row is never divided, so one upload
+    stages more than ``max_staging_bytes`` when a tile row does not fit.
+    """
+    planes = _planes(matrix)
+    per_tile = TILE_ROWS * sum(plane.row_bytes for plane in planes)
+    slack = 2 * len(planes) * _ALIGNMENT
+    step = max(1, (max_staging_bytes - slack) // per_tile)
+    return [
+        _upload(device, matrix, planes, file_begin, first, min(first + step, matrix.n_tiles))
+        for first in range(0, matrix.n_tiles, step)
+    ]
+
+
+def _upload(
+    device: Device, matrix: PackedMatrix, planes: Sequence[_Plane], file_begin: int, first: int, end: int
+) -> Upload:
+    """Tile rows ``first`` to ``end``."""
+    stride = TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS
+    begin, n_rows = first * stride, min(end * stride, matrix.n_outputs) - first * stride
+    pieces: list[Piece] = []
+    staged_runs: list[_Run] = []
+    at = 0
+    for row in [begin, matrix.n_outputs + begin] if matrix.interleaved else [begin]:
+        staged = []
+        for plane in planes:
+            pieces.append(Piece(file_begin + plane.offset + row * plane.row_bytes, n_rows * plane.row_bytes, at))
+            staged.append(at)
+            at = up(at + n_rows * plane.row_bytes, _ALIGNMENT)
+        staged_runs.append(_Run(n_rows, tuple(staged)))
+    if not matrix.interleaved:
+        half = TILE_ROWS // 2
+        rest = (offset + half * plane.row_bytes for offset, plane in zip(staged_runs[0].staged, planes, strict=True))
+        staged_runs.append(_Run(max(0, n_rows - half), tuple(rest)))
+    finish = partial(_launch, device, matrix, tuple(staged_runs), stride, first, end - first)
+    return Upload(f"{matrix.name}[{first}:{end}]", tuple(pieces), at, finish)
+
+
+def _launch(
+    device: Device,
+    matrix: PackedMatrix,
+    runs: Sequence[_Run],
+    stride: int,
+    first: int,
+    n_tiles: int,
+    staging: int,
+    stream: Stream,
+) -> None:
+    """Queue the repacking of staged rows."""
+    p = RepackParams()
+    for i, run in enumerate(runs):
+        addresses = [staging + offset for offset in run.staged]
+        p.base[i], p.high[i], p.scales[i] = addresses[0], addresses[len(addresses) // 2], addresses[-1]
+        p.n_rows[i] = run.n_rows
+    p.out = matrix.pointer + first * matrix.k_steps * matrix.block_bytes
+    p.row_stride, p.n_tiles, p.k_steps, p.k = stride, n_tiles, matrix.k_steps, matrix.k
+    p.groups = matrix.k_padded // matrix.tile.group if matrix.tile.group else 0
+    blocks = -(-n_tiles * matrix.k_steps // (_THREADS // 32))
+    grid = (min(blocks, _BLOCKS_PER_SM * device.n_sms), 1, 1)
+    device.kernel(kernel_spec(matrix.tile)).launch(grid, p, stream, pdl=False)
