@@ -34,7 +34,8 @@ def run(device: EmulatedDevice, plan: list[Upload], file: bytes) -> None:
         staging = device.empty(upload.staging_bytes)
         for piece in upload.pieces:
             part = np.frombuffer(file, np.uint8)[piece.begin : piece.begin + piece.n_bytes].copy()
-            assert part.size == piece.n_bytes and piece.target + piece.n_bytes <= upload.staging_bytes
+            assert part.size == piece.n_bytes
+            assert piece.target + piece.n_bytes <= upload.staging_bytes
             device.upload(staging + piece.target, part)
         assert upload.finish is not None
         upload.finish(staging, stream)

@@ -155,7 +155,7 @@ struct WeightStream {
 #pragma unroll
                     for (int n = 0; n < ceil_div(SLOT, 512); ++n)
                         if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < block_bytes)
-                            cp_async_16_stream(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
+                            cp_async_16(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
                 }
             }
             at += block_bytes;
