@@ -118,7 +118,7 @@ def _measured(options: BenchOptions, room: Room, measure: Measure, before: tuple
         results = (*before, *_said(measure(run), limits))
         if wrong:
             results = (*results, Result(f"check/{run.identity}/logits", 0.0, "good", problem=wrong))
-        name = platform.machine() if device is None else device.name
+        name = platform.machine() if device is None else device.name.partition("\0")[0].strip()
         return Record(name, limits, results, current_commit(), notes=notes)
 
 
