@@ -97,40 +97,29 @@ DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
 // The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS.
 struct Activations {
     uint32_t source;   // byte of the chunk from p.x on
-    int column;        // of the chunk's first element
     int valid_passes;  // passes whose token exists
 
     DEVICE Activations(const LinearLargeParams& p, int token_tile, int stage) {
         const int first = token_tile * TOKENS + static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
-        column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
+        const int column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
         source = (static_cast<uint32_t>(first) * p.x_stride + column) * 2;
         valid_passes = ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS);
     }
 
-    // Copies one stage to byte `slot` of the ring and goes on to the next.
-    DEVICE void copy(const LinearLargeParams& p, unsigned char* ring, int slot) {
+    // Copies one stage to `slot` of the ring and goes on to the next.
+    DEVICE void copy(const LinearLargeParams& p, unsigned char* slot) {
         const int token = static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
         const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
-        unsigned char* to =
-            ring + slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
+        unsigned char* to = slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
         const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
-        const uint32_t pass_bytes = TOKENS_PER_PASS * 2 * p.x_stride;
         uint32_t from = source;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
-            const bool valid = i < valid_passes && column < p.k;
-#ifdef RAGGED
-            if (valid && column + 8 > p.k) {  // the chunk in which the columns end
-                uint16_t* words = reinterpret_cast<uint16_t*>(to + i * TOKENS_PER_PASS * 128);
-                for (int c = 0; c < 8; ++c)
-                    words[c] = column + c < p.k ? reinterpret_cast<const uint16_t*>(x + from)[c] : uint16_t(0);
-            } else
-#endif
-                cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
-            from += pass_bytes;
+            const bool valid = i < valid_passes;
+            cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
+            from += TOKENS_PER_PASS * 2 * p.x_stride;
         }
         source += STAGE_COLUMNS * 2;
-        column += STAGE_COLUMNS;
     }
 };
 
@@ -153,9 +142,9 @@ struct LaneWeights {
     uint32_t words[Layout::WORDS];
     uint2 pairs;  // W8: scales of rows g and g + 8
 
-    // group counts from the start of the tile row; row: byte of the tile row from the matrix's first on.
-    DEVICE void load(const uint8_t* tiles, uint32_t row, int group, int half, int lane) {
-        const uint32_t block = row + static_cast<uint32_t>(group / Layout::GROUPS) * Layout::BLOCK_BYTES;
+    // stage: byte of the stage's first block from the matrix's first on.
+    DEVICE void load(const uint8_t* tiles, uint32_t stage, int group, int half, int lane) {
+        const uint32_t block = stage + group / Layout::GROUPS * Layout::BLOCK_BYTES;
         const int in_block = group % Layout::GROUPS;
         constexpr int PIECES = Layout::PIECES / (BY_HALF ? 2 : 1);
 #pragma unroll
@@ -205,34 +194,37 @@ DEVICE void multiply(const LinearLargeParams& p, int token_tile, const Assignmen
     const int half_offset[2] = {(t + 4 * (g & 1)) * 16, (t + 4 * (~g & 1)) * 16};
     const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
 
+    constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
     Activations x(p, token_tile, begin);
     Lane weights[2];
-    uint32_t rows_at[2];  // byte of a tile row from the matrix's first on
+    uint32_t at[2];  // byte of the tile row's current stage from the matrix's first on
     if (!IDLE) {
-        const uint32_t row_bytes = p.tile_row_bytes[a.matrix];
-        rows_at[0] = a.tile_row * row_bytes;
-        rows_at[1] = minimum(a.tile_row + 1, p.n_tile_rows[a.matrix] - 1) * row_bytes;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) weights[m].load(tiles, rows_at[m], 2 * begin, 0, lane);
+        for (int m = 0; m < 2; ++m) {
+            const uint32_t row = minimum(a.tile_row + m, p.n_tile_rows[a.matrix] - 1);
+            at[m] = row * p.tile_row_bytes[a.matrix] + begin * ROW_STAGE_BYTES;
+            weights[m].load(tiles, at[m], 0, 0, lane);
+        }
     }
-    const auto copy_stage = [&](int stage, int to) {
-        x.copy(p, ring, to);
+    const auto copy_stage = [&](int ahead, unsigned char* to) {
+        x.copy(p, to);
         if (!IDLE && Lane::STAGED_SCALES)
-            cp_async_4(ring + to + TOKEN_BYTES + threadIdx.x * 4,
-                       tiles + ((lane < 16 ? rows_at[0] : rows_at[1]) +
-                                static_cast<uint32_t>(stage) * Lane::Layout::BLOCK_BYTES + Lane::Layout::SCALES_AT +
+            cp_async_4(to + TOKEN_BYTES + threadIdx.x * 4,
+                       tiles + ((lane < 16 ? at[0] : at[1]) + ahead * ROW_STAGE_BYTES + Lane::Layout::SCALES_AT +
                                 lane % 16 * 4));
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (begin + i < end) copy_stage(begin + i, i * STAGE_BYTES);
+        if (begin + i < end) copy_stage(i, ring + i * STAGE_BYTES);
         cp_async_commit();
     }
-    int slot = 0, free_slot = (STAGES - 1) * STAGE_BYTES;
-    for (int stage = begin; stage < end; ++stage) {
+    int slot = 0;
+#pragma unroll 1
+    for (int left = end - begin; left > 0; --left) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (stage + STAGES - 1 < end) copy_stage(stage + STAGES - 1, free_slot);
+        if (left >= STAGES)
+            copy_stage(STAGES - 1, ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES));
         cp_async_commit();
         if (!IDLE) {
             const unsigned char* tokens_at = ring + slot + g * 128;
@@ -247,12 +239,14 @@ DEVICE void multiply(const LinearLargeParams& p, int token_tile, const Assignmen
                         // What this half or group needs is here; ask for what the next one needs.
                         constexpr int PER_GROUP = Lane::BY_HALF ? 2 : 1;
                         const int next = group * PER_GROUP + (Lane::BY_HALF ? half : 0) + 1;
-                        const int next_group =
-                            next < 2 * PER_GROUP ? 2 * stage + next / PER_GROUP : 2 * minimum(stage + 1, end - 1);
+                        if (next == 2 * PER_GROUP && left > 1) {
+                            at[0] += ROW_STAGE_BYTES;
+                            at[1] += ROW_STAGE_BYTES;
+                        }
 #pragma unroll
                         for (int m = 0; m < 2; ++m) {
                             now[m] = weights[m];
-                            weights[m].load(tiles, rows_at[m], next_group, next % PER_GROUP, lane);
+                            weights[m].load(tiles, at[m], next / PER_GROUP % 2, next % PER_GROUP, lane);
                             if (FORMAT != BF16) now[m].scales(scales_at + m * 64, group, half, scale[m]);
                         }
                     }
@@ -283,7 +277,6 @@ DEVICE void multiply(const LinearLargeParams& p, int token_tile, const Assignmen
             }
         }
         slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-        free_slot = free_slot == (STAGES - 1) * STAGE_BYTES ? 0 : free_slot + STAGE_BYTES;
     }
     cp_async_wait<0>();
     __syncthreads();  // the next tile's copies overwrite what the slowest warp still reads
@@ -413,61 +406,62 @@ DEVICE bool multiply_if(const LinearLargeParams& p, int token_tile, const Assign
     return false;
 }
 
+// The index-th piece of work of a block: stages [begin, end) of a tile.
+struct Piece {
+    int tile, begin, end;
+    int tile_end;  // in the line of shared stages
+};
+
+DEVICE int span_begin(const LinearLargeParams& p, int block) {
+    return static_cast<int>(static_cast<int64_t>(p.shared_tiles) * p.stages * block / gridDim.x);
+}
+
+DEVICE Piece piece_of(const LinearLargeParams& p, int index) {
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const int whole = p.whole_tiles / blocks;
+    if (index < whole) return {index * blocks + block, 0, p.stages, 0};
+    const int first = span_begin(p, block), last = span_begin(p, block + 1);
+    const int in_line = first / p.stages + index - whole;
+    const int start = in_line * p.stages;
+    const int begin = maximum(first, start) - start;
+    return {p.whole_tiles + in_line, begin, minimum(last - start, p.stages), start + p.stages};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_large(const __grid_constant__ LinearLargeParams p) {
     DYNAMIC_SHARED(unsigned char, ring);
     grid_dependency_wait();
 
-    // The place in the line is in shared memory while a tile is computed: every register counts there.
-    STATIC_SHARED(int, place[4]);
-    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-    const int64_t shared_stages = static_cast<int64_t>(p.shared_tiles) * p.stages;
-    const auto span_begin = [&](int b) { return static_cast<int>(shared_stages * b / blocks); };
-    int position = span_begin(block), whole = block;
-
-    while (whole < p.whole_tiles || position < span_begin(block + 1)) {
-        int tile = whole, begin = 0, end = p.stages;
-        if (whole < p.whole_tiles) {
-            whole += blocks;
-        } else {
-            const int in_line = position / p.stages;
-            tile = p.whole_tiles + in_line;
-            begin = position - in_line * p.stages;
-            end = minimum(p.stages, begin + span_begin(block + 1) - position);
-            position += end - begin;
-        }
-        if (threadIdx.x == 0) {
-            place[0] = whole;
-            place[1] = position;
-            place[2] = tile;
-            place[3] = begin > 0 ? -1 : end;
-        }
+    // A piece is derived again after its sums are there: while they grow, every register counts.
+    for (int index = 0;; ++index) {
         Sums sums;
         clear(sums);
-        const Assignment a = assignment(p, tile / p.token_tiles);
-        const int token_tile = tile % p.token_tiles;
-        if (a.matrix < 0) {
-            multiply<-1>(p, token_tile, a, ring, begin, end, sums);
-        } else {
-            multiply_if<0>(p, token_tile, a, ring, begin, end, sums) || multiply_if<1>(p, token_tile, a, ring, begin, end, sums) ||
-                multiply_if<2>(p, token_tile, a, ring, begin, end, sums) || multiply_if<3>(p, token_tile, a, ring, begin, end, sums) ||
-                multiply_if<4>(p, token_tile, a, ring, begin, end, sums);
+        {
+            const Piece piece = piece_of(p, index);
+            if (piece.begin >= piece.end) break;
+            const Assignment a = assignment(p, piece.tile / p.token_tiles);
+            const int token_tile = piece.tile % p.token_tiles;
+            if (a.matrix < 0) {
+                multiply<-1>(p, token_tile, a, ring, piece.begin, piece.end, sums);
+            } else {
+                multiply_if<0>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<1>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<2>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<3>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<4>(p, token_tile, a, ring, piece.begin, piece.end, sums);
+            }
         }
-        whole = place[0];
-        position = place[1];
-        tile = place[2];
-        int done = place[3];
-        if (done < 0) {
+        const Piece piece = piece_of(p, index);
+        if (piece.begin > 0) {
             leave(p, sums);
             continue;
         }
         // Whoever holds the rest of the tile comes next in index order.
-        const int tile_end = (tile - p.whole_tiles + 1) * p.stages;
+        int done = piece.end;
         for (int other = static_cast<int>(blockIdx.x) + 1; done < p.stages; ++other) {
             collect(p, other, sums);
-            done += minimum(span_begin(other + 1), tile_end) - span_begin(other);
+            done += minimum(span_begin(p, other + 1), piece.tile_end) - span_begin(p, other);
         }
-        finish(p, assignment(p, tile / p.token_tiles), tile % p.token_tiles, sums);
-        __syncthreads();
+        finish(p, assignment(p, piece.tile / p.token_tiles), piece.tile % p.token_tiles, sums);
     }
 }

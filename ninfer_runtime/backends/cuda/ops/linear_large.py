@@ -190,13 +190,14 @@ class LinearLarge:
     def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
         """Queue the product of ``n_tokens`` rows of ``x``, bf16 [T][x_stride], 16-byte aligned, x_stride % 8 == 0.
 
-        Columns of ``x`` from K up to the next multiple of 8 are zero; later ones are not read. ``outputs``: one per
-        matrix; STORE writes bf16 or fp32, SWIGLU bf16, RESIDUAL adds to fp32.
+        Columns of ``x`` from K up to the next multiple of 128 hold zeros; later ones are not read. ``outputs``: one
+        per matrix; STORE writes bf16 or fp32, SWIGLU bf16, RESIDUAL adds to fp32.
         """
         if not 0 < n_tokens <= self._max_tokens:
             raise ValueError(f"{n_tokens} tokens, the launch was made for 1 to {self._max_tokens}")
-        if x % 16 or x_stride % 8 or x_stride < self._params.k or n_tokens * x_stride >= 1 << 31:
-            raise ValueError(f"activations at {x:#x} with row stride {x_stride}: expected 16-byte aligned rows of K")
+        columns = self._params.stages * STAGE_COLUMNS
+        if x % 16 or x_stride % 8 or x_stride < columns or n_tokens * x_stride >= 1 << 31:
+            raise ValueError(f"activations at {x:#x}, stride {x_stride}: expected 16-byte aligned rows of {columns}")
         cut = schedule(self._params.n_pairs, self._params.stages, n_tokens, self._n_sms)
         params = self._params
         for i, (matrix, output) in enumerate(zip(self._matrices, outputs, strict=True)):
