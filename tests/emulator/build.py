@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 _EMULATOR_HEADERS = ("cuda_emulator.hpp", "cuda_language.hpp", "ptx_emulated.hpp")
 _COMPILERS = ("c++", "g++", "clang++")
 # As NVRTC does, a*b + c becomes one fma, where the CPU has it; nothing else is reordered.
-_OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-ffp-contract=fast", "-fwrapv", "-fno-strict-aliasing")
+_OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=fast", "-fwrapv", "-fno-strict-aliasing")
 _LEAN = ("-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden", "-DNINFER_EMULATOR")
 _X86 = ("-march=native", "-mno-red-zone", "-fcf-protection=none")
 _OTHER = ("-mcpu=native",)

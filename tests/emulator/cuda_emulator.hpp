@@ -8,13 +8,13 @@
 // A mistake ends the launch, not the process: fail() keeps the message and goes back to the host for good.
 #pragma once
 
-#include <cmath>
-#include <csignal>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
+#include <math.h>
 #include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/time.h>
 #if !defined(__x86_64__)
@@ -243,6 +243,7 @@ inline void multiply(Slot& slot, Row (&d)[16]) {
     const Row* b = reinterpret_cast<const Row*>(slot.b);
     for (int row = 0; row < 16; row += 4) {
         Row d0 = d[row], d1 = d[row + 1], d2 = d[row + 2], d3 = d[row + 3];
+#pragma GCC unroll 16
         for (int k = 0; k < K; ++k) {
             d0 += slot.a[row][k] * b[k];
             d1 += slot.a[row + 1][k] * b[k];

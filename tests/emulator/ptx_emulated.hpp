@@ -188,6 +188,7 @@ DEVICE void mma_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t 
     constexpr bool BF16 = KIND == Meeting::MMA_BF16;
     Slot& slot = emulator::open_slot();
     const int row = emulator::current->lane / 4, column = 2 * (emulator::current->lane % 4);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         float lo = BF16 ? bf16_lo(a[i]) : half_lo(a[i]), hi = BF16 ? bf16_hi(a[i]) : half_hi(a[i]);
         put_pair(&slot.a[row + 8 * (i % 2)][column + 8 * (i / 2)], lo, hi);
@@ -229,7 +230,9 @@ DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 DEVICE void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::Slot& slot = emulator::open_slot();
     const int row = emulator::current->lane / 4, quad = emulator::current->lane % 4;
+#pragma GCC unroll 4
     for (int byte = 0; byte < 4; ++byte) {
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
             slot.a[row + 8 * (i % 2)][4 * quad + 16 * (i / 2) + byte] = static_cast<int8_t>(a[i] >> 8 * byte);
         slot.b[4 * quad + byte][row] = static_cast<int8_t>(b0 >> 8 * byte);
