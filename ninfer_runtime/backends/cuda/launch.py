@@ -200,7 +200,8 @@ class CudaDevice:
             raise UsageError(f"there is no cuda:{ordinal}: this machine has {count} NVIDIA cards")
         self._card = calls.call("choosing a card", "cuDeviceGet", ordinal)
         numbers = {field: self._number(name) for field, name in _ATTRIBUTES.items()}
-        self.name = calls.call("reading the card's name", "cuDeviceGetName", 128, self._card).partition(b"\0")[0].decode().strip()
+        name = calls.call("reading the card's name", "cuDeviceGetName", 128, self._card)
+        self.name = name.partition(b"\0")[0].decode().strip()
         self.arch = arch_for((numbers["major"], numbers["minor"]))
         self.n_sms, self.shared_per_sm, self.l2_bytes = (numbers[k] for k in ("n_sms", "shared_per_sm", "l2_bytes"))
         self._context = calls.call(f"opening {self.name}", "cuDevicePrimaryCtxRetain", self._card)
