@@ -77,9 +77,9 @@ class _Shape:
         plane = self.stage_keys * (HEAD_DIM + 8 if int8 else 2 * HEAD_DIM)
         padded_rows = _TILE_ROWS * self.tiles
         query = padded_rows * (2 * HEAD_DIM + (16 if int8 else 0))
-        probabilities = padded_rows * (self.stage_keys + 16) * 2
+        scores = 2 * padded_rows * (self.stage_keys + 8) * _FLOAT
         angles = self.q * self.geometry.rotary_dim * _FLOAT
-        return 2 * _STAGES * plane + max(query, probabilities) + angles
+        return 2 * _STAGES * plane + max(query, scores) + angles
 
     @property
     def min_blocks(self) -> int:

@@ -1,0 +1,636 @@
+// out = bf16(softmax(q k / 16) v) * sigmoid(gate) for the columns of a round, keys and values in pages, D = 256.
+// attention_decode: norm and rotation of q and k, append of the new tokens, split-KV partial results; one wave of
+// blocks, each with an equal share of the (row, KV head, STAGE_KEYS keys) units. attention_combine: their merge.
+// qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; T = n_rows * COLUMNS. INT8: q as 16-bit integers per
+// 64 dims (two s8 products), v as fp16; BF16: bf16 products. fp32 accumulation and softmax to base 2.
+// Reference backends/reference/attention.py; tolerance 1 % of the largest output, see specs/kernels.md.
+#include "common.cuh"
+#include "attention.cuh"
+#include "round.cuh"
+
+struct AttentionDecodeParams {
+    const RowState* rows;
+    const int* page_table;
+    const uint16_t* qk;
+    const uint16_t* gv;
+    const uint16_t* q_norm;
+    const uint16_t* k_norm;
+    const RopeTable* rope;
+    uint8_t* k;
+    uint8_t* v;
+    uint16_t* k_scales;
+    uint16_t* v_scales;
+    float* partial;  // [slot][ROWS][HEAD_DIM], not divided by the sums
+    float* stats;    // [slot][ROWS][2]: largest score to base 2, sum of the weights
+    uint16_t* out;
+    int n_rows;
+    int pages_per_row;
+    int qk_stride;
+    int gv_stride;
+    int out_stride;
+    int n_parts;
+    float eps;
+};
+
+constexpr int ROWS = RATIO * COLUMNS;  // query rows per KV head, row = column * RATIO + head of the group
+constexpr int TILES = ceil_div(ROWS, 16);
+constexpr int WARPS = 8;
+constexpr int CODE_BYTES = KV_INT8 ? 1 : 2;
+constexpr int KEY_BYTES = HEAD_DIM * CODE_BYTES;
+constexpr int CHUNKS = KEY_BYTES / 16;  // per key
+constexpr int SCALE_BYTES = KV_INT8 ? STAGE_KEYS * GROUPS * 2 : 0;
+constexpr int PLANE_BYTES = STAGE_KEYS * KEY_BYTES + SCALE_BYTES;
+constexpr int PARTS = 2;  // halves of the head that different warps multiply
+constexpr int KEY_TILES = STAGE_KEYS / 8;
+constexpr int WARP_KEY_TILES = KEY_TILES * PARTS / WARPS;
+constexpr int ROW_KEYS = STAGE_KEYS / 16;       // of one row that a lane weighs
+constexpr int SCORE_STRIDE = STAGE_KEYS + 8;    // floats: rows 8 banks apart
+constexpr int WEIGHT_STRIDE = 2 * SCORE_STRIDE; // 16-bit words; a row's weights replace its scores
+constexpr int QUERY_BYTES = 16 * TILES * (2 * HEAD_DIM + (KV_INT8 ? GROUPS * 4 : 0));
+constexpr int SCORE_BYTES = PARTS * 16 * TILES * SCORE_STRIDE * 4;
+constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; then queries or scores; then turns
+constexpr int SHARED_TURNS = SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES ? QUERY_BYTES : SCORE_BYTES);
+constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
+constexpr float QUERY_STEPS = 127.0f * 256.0f;
+
+static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
+static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
+static_assert(ROWS <= 48 && WARP_KEY_TILES >= 1, "at most three tiles, eight keys per warp or more");
+
+DEVICE int k_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }
+
+DEVICE int v_chunk(int key, int chunk) {
+    return KV_INT8 ? chunk ^ (key >> 2 & 3) << 1 : chunk ^ ((key & 1) | (key >> 2 & 3) << 1);
+}
+
+// A unit of work: STAGE_KEYS keys of one KV head of one row.
+struct Cursor {
+    int row;
+    int head;
+    int unit;
+    int start;
+    int n_columns;
+    int n_units;
+
+    DEVICE void enter_row(const AttentionDecodeParams& p, int index) {
+        row = index;
+        start = n_columns = n_units = 0;
+        if (row >= p.n_rows) return;
+        n_columns = p.rows[row].n_columns;
+        start = p.rows[row].start;
+        n_units = n_columns > 0 ? ceil_div(start + n_columns, STAGE_KEYS) : 0;
+    }
+
+    DEVICE void seek(const AttentionDecodeParams& p, int index) {
+        enter_row(p, 0);
+        while (index >= N_KV_HEADS * n_units) {
+            index -= N_KV_HEADS * n_units;
+            enter_row(p, row + 1);
+        }
+        head = index / n_units;
+        unit = index % n_units;
+    }
+
+    DEVICE void advance(const AttentionDecodeParams& p) {
+        if (++unit < n_units) return;
+        unit = 0;
+        if (++head < N_KV_HEADS) return;
+        head = 0;
+        do enter_row(p, row + 1);
+        while (n_units == 0 && row < p.n_rows);
+    }
+
+    DEVICE int first_key() const { return unit * STAGE_KEYS; }
+};
+
+DEVICE int count_units(const AttentionDecodeParams& p) {
+    int total = 0;
+    Cursor cursor;
+    for (int row = 0; row < p.n_rows; ++row) {
+        cursor.enter_row(p, row);
+        total += N_KV_HEADS * cursor.n_units;
+    }
+    return total;
+}
+
+struct Source {
+    int64_t row;  // of the planes
+    int n_keys;   // that are in the cache; the others become zeros
+};
+
+DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
+    const int first = at.first_key();
+    const int page = p.page_table[at.row * p.pages_per_row + first / PAGE_TOKENS];
+    return {kv_row(page, N_KV_HEADS, at.head, first % PAGE_TOKENS), at.start - first};
+}
+
+template <bool IS_K>
+DEVICE void request_plane(uint8_t* plane, const uint8_t* codes, const uint16_t* scales, Source source) {
+    const uint8_t* const from = codes + source.row * KEY_BYTES;
+#pragma unroll
+    for (int n = 0; n < STAGE_KEYS * CHUNKS / THREADS; ++n) {
+        const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
+        const int target = IS_K ? k_chunk(key, chunk) : v_chunk(key, chunk);
+        cp_async_16_zfill(plane + key * KEY_BYTES + 16 * target, from + 16 * index, key < source.n_keys);
+    }
+    if (KV_INT8 && threadIdx.x < SCALE_BYTES / 16) {
+        const int index = static_cast<int>(threadIdx.x);  // 16 bytes: two keys
+        cp_async_16_zfill(plane + STAGE_KEYS * KEY_BYTES + 16 * index, scales + source.row * GROUPS + 8 * index,
+                          2 * index < source.n_keys);
+    }
+}
+
+// Turns of the row's columns; text positions: all axes equal.
+DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) {
+    const int first = p.rows[row].start + p.rows[row].rope_delta;
+    for (int index = static_cast<int>(threadIdx.x); index < COLUMNS * PAIRS; index += THREADS)
+        turns[index] = turn_of(static_cast<float>(first + index / PAIRS) * p.rope->frequency[index % PAIRS]);
+}
+
+// The group's query rows, normalised and turned, into shared memory as the products want them; zeros for idle rows.
+DEVICE void prepare_queries(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, uint8_t* queries) {
+    constexpr int WARP_ROWS = 2 * TILES;
+    const int lane = lane_id();
+    const uint4 weight = load_16(p.q_norm + LANE_DIMS * lane);
+    uint4 words[WARP_ROWS];
+#pragma unroll
+    for (int n = 0; n < WARP_ROWS; ++n) {
+        const int row = warp_index() + n * WARPS, column = row / RATIO;
+        words[n] = {0, 0, 0, 0};
+        if (row < ROWS && column < at.n_columns)
+            words[n] = load_16(p.qk + static_cast<int64_t>(at.row * COLUMNS + column) * p.qk_stride +
+                               (at.head * RATIO + row % RATIO) * HEAD_DIM + LANE_DIMS * lane);
+    }
+#pragma unroll
+    for (int n = 0; n < WARP_ROWS; ++n) {
+        const int row = warp_index() + n * WARPS;
+        float x[LANE_DIMS];
+        decode_bf16(x, words[n]);
+        normalize_head(x, weight, p.eps);
+        rotate_head(x, turns + minimum(row / RATIO, COLUMNS - 1) * PAIRS);
+        if (KV_INT8) {
+            const float largest = group_magnitude(x);
+            const float inverse = largest == 0.0f ? 0.0f : QUERY_STEPS / largest;
+            int high[LANE_DIMS], low[LANE_DIMS];
+#pragma unroll
+            for (int i = 0; i < LANE_DIMS; ++i) {
+                const int code = float_to_int_rn(x[i] * inverse);
+                high[i] = (code + 128) >> 8;
+                low[i] = code - (high[i] << 8);
+            }
+            uint8_t* const target = queries + row * HEAD_DIM + LANE_DIMS * lane;
+            *reinterpret_cast<uint2*>(target) = {pack_bytes(high[0], high[1], high[2], high[3]),
+                                                 pack_bytes(high[4], high[5], high[6], high[7])};
+            *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {
+                pack_bytes(low[0], low[1], low[2], low[3]), pack_bytes(low[4], low[5], low[6], low[7])};
+            float* const scales = reinterpret_cast<float*>(queries + 32 * TILES * HEAD_DIM);
+            if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
+                scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = largest / QUERY_STEPS * SCORE_SCALE;
+        } else {
+            *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
+        }
+    }
+}
+
+// The A fragments of one tile and one half of the head. A lane takes 16 bytes of a row at a time, and of the keys
+// likewise: which column of the product a byte becomes does not matter as long as both sides agree.
+struct Query {
+#if KV_INT8
+    static constexpr int STEPS = GROUPS / PARTS;
+    uint32_t low[STEPS][2][4];
+    float scale[2][STEPS];
+#else
+    static constexpr int STEPS = HEAD_DIM / PARTS / 32;
+#endif
+    uint32_t word[STEPS][2][4];
+
+    DEVICE static void load_pair(uint32_t (&word)[2][4], const uint8_t* row, int stride) {
+        const uint4 a = *reinterpret_cast<const uint4*>(row), b = *reinterpret_cast<const uint4*>(row + 8 * stride);
+        word[0][0] = a.x, word[0][1] = b.x, word[0][2] = a.y, word[0][3] = b.y;
+        word[1][0] = a.z, word[1][1] = b.z, word[1][2] = a.w, word[1][3] = b.w;
+    }
+
+    DEVICE void load(const uint8_t* queries, int tile, int part) {
+        const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * tile + g;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int index = part * STEPS + step;
+#if KV_INT8
+            const float* const scales = reinterpret_cast<const float*>(queries + 32 * TILES * HEAD_DIM);
+            const uint8_t* const at = queries + row * HEAD_DIM + index * SCALE_GROUP + 16 * t;
+            load_pair(word[step], at, HEAD_DIM);
+            load_pair(low[step], at + 16 * TILES * HEAD_DIM, HEAD_DIM);
+            scale[0][step] = scales[row * GROUPS + index];
+            scale[1][step] = scales[(row + 8) * GROUPS + index];
+#else
+            load_pair(word[step], queries + 2 * row * HEAD_DIM + 64 * index + 16 * t, 2 * HEAD_DIM);
+#endif
+        }
+    }
+};
+
+// Scores to base 2 over half of the head: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
+DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8_t* plane, int first, int part) {
+    const int g = lane_id() / 4, t = lane_id() % 4, key = first + g;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < Query::STEPS; ++step) {
+        const int chunk = k_chunk(key, 4 * (part * Query::STEPS + step) + t);
+        const uint4 k = *reinterpret_cast<const uint4*>(plane + key * KEY_BYTES + 16 * chunk);
+#if KV_INT8
+        const uint16_t* const scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES) +
+                                       (first + 2 * t) * GROUPS + part * Query::STEPS + step;
+        const float k_scale[2] = {half_to_float(scales[0]), half_to_float(scales[GROUPS])};
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
+            mma_s8(high, query[tile].word[step][0], k.x, k.y);
+            mma_s8(low, query[tile].low[step][0], k.x, k.y);
+            mma_s8(high, query[tile].word[step][1], k.z, k.w);
+            mma_s8(low, query[tile].low[step][1], k.z, k.w);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]),
+                                  query[tile].scale[i / 2][step] * k_scale[i % 2], s[tile][i]);
+        }
+#else
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            mma_bf16(s[tile], query[tile].word[step][0], k.x, k.y);
+            mma_bf16(s[tile], query[tile].word[step][1], k.z, k.w);
+        }
+#endif
+    }
+    if (KV_INT8) return;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[tile][i] *= SCORE_SCALE;
+    }
+}
+
+// The running softmax of the rows that a warp weighs: 2 (warp + 8 n) + lane / 16, sixteen lanes to a row.
+struct Softmax {
+    float largest[TILES];  // score so far
+    float sum[TILES];      // this lane's part of the weights
+
+    DEVICE static int row_of(int n) { return 2 * (warp_index() + WARPS * n) + static_cast<int>(lane_id()) / 16; }
+
+    // Scores become weights in place; factors[row] is what earlier results shrink by.
+    DEVICE void weigh(float* scores, float* factors, int first_key, int start, bool newest) {
+        const int lane = static_cast<int>(lane_id()) % 16;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const int row = row_of(n);
+            float* const at = scores + row * SCORE_STRIDE + ROW_KEYS * lane;
+            float s[ROW_KEYS], now = largest[n];
+#pragma unroll
+            for (int i = 0; i < ROW_KEYS; ++i) {
+                s[i] = at[i] + at[i + 16 * TILES * SCORE_STRIDE];
+                if (newest && first_key + ROW_KEYS * lane + i > start + row / RATIO) s[i] = MASKED;
+                now = fmaxf(now, s[i]);
+            }
+#pragma unroll
+            for (int mask = 8; mask > 0; mask >>= 1) now = fmaxf(now, shfl_xor(now, mask));
+            const float factor = exp2_approx(largest[n] - now);
+            largest[n] = now;
+            sum[n] *= factor;
+            if (lane == 0) factors[row] = factor;
+#pragma unroll
+            for (int i = 0; i < ROW_KEYS; ++i) {
+                s[i] = exp2_approx(s[i] - now + WEIGHT_SHIFT);
+                sum[n] += s[i];
+            }
+            uint32_t* const weights = reinterpret_cast<uint32_t*>(scores + row * SCORE_STRIDE) + ROW_KEYS / 2 * lane;
+            warp_sync();  // the other lanes have read their scores
+#pragma unroll
+            for (int i = 0; i < ROW_KEYS / 2; ++i)
+                weights[i] = KV_INT8 ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
+        }
+    }
+
+    DEVICE void store(float* stats) {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float whole = sum[n];
+#pragma unroll
+            for (int mask = 8; mask > 0; mask >>= 1) whole += shfl_xor(whole, mask);
+            if (lane_id() % 16 == 0 && row_of(n) < ROWS)
+                store_8(stats + 2 * row_of(n), {__float_as_uint(largest[n]), __float_as_uint(whole)});
+        }
+    }
+};
+
+// New tokens that lie in this stage: through the codec into their page and into the stage.
+DEVICE void append(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, uint8_t* k_plane,
+                   uint8_t* v_plane) {
+    const int lane = lane_id(), first_key = at.first_key();
+    const int first = maximum(0, first_key - at.start);
+    const int end = minimum(at.n_columns, first_key + STAGE_KEYS - at.start);
+    const int page = p.page_table[at.row * p.pages_per_row + first_key / PAGE_TOKENS];
+    if (KV_INT8) {  // the scale next to the last cached one may be anything yet
+        const int cached = maximum(0, at.start - first_key);
+        uint16_t* const k_scales = reinterpret_cast<uint16_t*>(k_plane + STAGE_KEYS * KEY_BYTES);
+        uint16_t* const v_scales = reinterpret_cast<uint16_t*>(v_plane + STAGE_KEYS * KEY_BYTES);
+        for (int i = cached * GROUPS + threadIdx.x; i < STAGE_KEYS * GROUPS; i += THREADS) k_scales[i] = v_scales[i] = 0;
+        __syncthreads();
+    }
+    for (int task = warp_index(); task < 2 * (end - first); task += WARPS) {
+        const int column = first + task / 2, key = at.start + column - first_key;
+        const bool is_k = task % 2 == 0;
+        const int64_t projected = at.row * COLUMNS + column;
+        const int64_t row = kv_row(page, N_KV_HEADS, at.head, (at.start + column) % PAGE_TOKENS);
+        const uint16_t* const source = (is_k ? p.qk + projected * p.qk_stride : p.gv + projected * p.gv_stride) +
+                                       (N_HEADS + at.head) * HEAD_DIM + LANE_DIMS * lane;
+        float x[LANE_DIMS];
+        decode_bf16(x, load_16(source));
+        if (is_k) {
+            normalize_head(x, load_16(p.k_norm + LANE_DIMS * lane), p.eps);
+            rotate_head(x, turns + column * PAIRS);
+        }
+        uint8_t* const global = (is_k ? p.k : p.v) + row * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
+        uint8_t* const plane = is_k ? k_plane : v_plane;
+        const int chunk = LANE_DIMS * CODE_BYTES * lane / 16;
+        uint8_t* const shared = plane + key * KEY_BYTES + 16 * (is_k ? k_chunk(key, chunk) : v_chunk(key, chunk));
+        if (KV_INT8) {
+            const Int8Row encoded = encode_int8(x);
+            *reinterpret_cast<uint2*>(shared + 8 * (lane % 2)) = encoded.codes;
+            store_8(global, encoded.codes);
+            if (lane % (SCALE_GROUP / LANE_DIMS) == 0) {
+                const int group = lane / (SCALE_GROUP / LANE_DIMS);
+                reinterpret_cast<uint16_t*>(plane + STAGE_KEYS * KEY_BYTES)[key * GROUPS + group] = encoded.scale;
+                (is_k ? p.k_scales : p.v_scales)[row * GROUPS + group] = encoded.scale;
+            }
+        } else {
+            const uint4 encoded = encode_bf16(x);
+            *reinterpret_cast<uint4*>(shared) = encoded;
+            store_16(global, encoded);
+        }
+    }
+    __syncthreads();
+}
+
+// acc += weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
+// 16 keys for k = 2t, 2t + 1, 2t + 8, 2t + 9. INT8: output column n of tile j is dim 4n + j; BF16: dim 8j + n.
+DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const uint8_t* plane) {
+    const int lane = lane_id(), warp = warp_index(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int step = 0; step < STAGE_KEYS / 16; ++step) {
+        uint32_t b[4][2];
+#if KV_INT8
+        const uint16_t* const scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES);
+        uint32_t codes[4], scale[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int key = 16 * step + 4 * t + i;
+            const uint8_t* const at = plane + key * KEY_BYTES + 16 * v_chunk(key, 2 * warp + g / 4) + 4 * (g % 4);
+            codes[i] = *reinterpret_cast<const uint32_t*>(at) ^ 0x80808080u;
+            scale[i] = scales[key * GROUPS + warp / 2];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t factor = scale[2 * i] | scale[2 * i + 1] << 16;
+            const uint32_t low = prmt(codes[2 * i], codes[2 * i + 1], 0x5140);   // two keys of dims 0, 1
+            const uint32_t high = prmt(codes[2 * i], codes[2 * i + 1], 0x7362);  // of dims 2, 3
+            b[0][i] = mul_f16x2(half_codes(low, 0x4140), factor);
+            b[1][i] = mul_f16x2(half_codes(low, 0x4342), factor);
+            b[2][i] = mul_f16x2(half_codes(high, 0x4140), factor);
+            b[3][i] = mul_f16x2(half_codes(high, 0x4342), factor);
+        }
+#else
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = lane % 8, matrix = lane / 8, key = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
+            uint32_t r[4];
+            ldmatrix_x4_trans(r, plane + key * KEY_BYTES + 16 * v_chunk(key, 4 * warp + 2 * half + matrix / 2));
+            b[2 * half][0] = r[0], b[2 * half][1] = r[1], b[2 * half + 1][0] = r[2], b[2 * half + 1][1] = r[3];
+        }
+#endif
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const uint16_t* const row = weights + (16 * tile + g) * WEIGHT_STRIDE + 16 * step + 4 * t;
+            const uint2 low = *reinterpret_cast<const uint2*>(row);
+            const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * WEIGHT_STRIDE);
+            const uint32_t a[4] = {low.x, high.x, low.y, high.y};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#if KV_INT8
+                mma_f16(acc[tile][j], a, b[j][0], b[j][1]);
+#else
+                mma_bf16(acc[tile][j], a, b[j][0], b[j][1]);
+#endif
+            }
+        }
+    }
+}
+
+DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
+    const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * tile + 8 * half + g;
+            if (row >= ROWS) continue;
+            float* const target = partial + row * HEAD_DIM + 32 * warp_index();
+            const float(&a)[4][4] = acc[tile];
+            const int i = 2 * half;
+#if KV_INT8
+            store_16(target + 8 * t, {__float_as_uint(a[0][i]), __float_as_uint(a[1][i]), __float_as_uint(a[2][i]),
+                                      __float_as_uint(a[3][i])});
+            store_16(target + 8 * t + 4, {__float_as_uint(a[0][i + 1]), __float_as_uint(a[1][i + 1]),
+                                          __float_as_uint(a[2][i + 1]), __float_as_uint(a[3][i + 1])});
+#else
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                store_8(target + 8 * j + 2 * t, {__float_as_uint(a[j][i]), __float_as_uint(a[j][i + 1])});
+#endif
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    attention_decode(const __grid_constant__ AttentionDecodeParams p) {
+    DYNAMIC_SHARED(uint8_t, shared);
+    STATIC_SHARED(float, factors[16 * TILES]);
+    uint8_t* const k_planes = shared;
+    uint8_t* const v_planes = shared + 2 * PLANE_BYTES;
+    uint8_t* const queries = shared + SHARED_SCORES;
+    float* const scores = reinterpret_cast<float*>(queries);
+    Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
+
+    const int block = static_cast<int>(blockIdx.x);
+    const int total = count_units(p), n_parts = minimum(p.n_parts, total);
+    if (block >= n_parts) {
+        grid_dependency_wait();
+        return;
+    }
+    const int n_units = part_begin(block + 1, n_parts, total) - part_begin(block, n_parts, total);
+
+    // Old tokens' pages do not depend on the launch before this one: request the first units ahead of the wait.
+    Cursor at, ahead;
+    at.seek(p, part_begin(block, n_parts, total));
+    ahead = at;
+    Source source = source_of(p, ahead);
+    request_plane<true>(k_planes, p.k, p.k_scales, source);
+    cp_async_commit();
+    request_plane<false>(v_planes, p.v, p.v_scales, source);
+    cp_async_commit();
+    ahead.advance(p);
+    if (n_units > 1) {
+        source = source_of(p, ahead);
+        request_plane<true>(k_planes + PLANE_BYTES, p.k, p.k_scales, source);
+    }
+    cp_async_commit();
+    compute_turns(p, at.row, turns);
+    grid_dependency_wait();
+    grid_dependency_launch();
+
+    const int g = lane_id() / 4, t = lane_id() % 4, part = warp_index() % PARTS, key_warp = warp_index() / PARTS;
+    int row_of_turns = at.row;
+    for (int done = 0; done < n_units;) {
+        __syncthreads();
+        if (at.row != row_of_turns) {
+            compute_turns(p, at.row, turns);
+            row_of_turns = at.row;
+            __syncthreads();
+        }
+        prepare_queries(p, at, turns, queries);
+        __syncthreads();
+        Query query[TILES];
+        Softmax softmax;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            query[tile].load(queries, tile, part);
+            softmax.largest[tile] = NO_SCORE;
+            softmax.sum[tile] = 0.0f;
+        }
+        float acc[TILES][4][4] = {};
+        const int segment = at.row * N_KV_HEADS + at.head;
+        const int end = minimum(n_units, done + at.n_units - at.unit);
+        for (; done < end; ++done, at.advance(p)) {
+            uint8_t* const k_plane = k_planes + done % 2 * PLANE_BYTES;
+            uint8_t* const v_plane = v_planes + done % 2 * PLANE_BYTES;
+            cp_async_wait<1>();
+            __syncthreads();
+            if (done + 1 < n_units)
+                request_plane<false>(v_planes + (done + 1) % 2 * PLANE_BYTES, p.v, p.v_scales, source);
+            cp_async_commit();
+            const bool newest = at.first_key() + STAGE_KEYS > at.start;
+            if (newest) append(p, at, turns, k_plane, v_plane);
+
+#pragma unroll
+            for (int n = 0; n < WARP_KEY_TILES; ++n) {
+                const int first = 8 * (WARP_KEY_TILES * key_warp + n);
+                float s[TILES][4];
+                score(s, query, k_plane, first, part);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
+                    *reinterpret_cast<float2*>(target) = {s[tile][0], s[tile][1]};
+                    *reinterpret_cast<float2*>(target + 8 * SCORE_STRIDE) = {s[tile][2], s[tile][3]};
+                }
+            }
+            __syncthreads();
+            if (done + 2 < n_units) {
+                ahead.advance(p);
+                source = source_of(p, ahead);
+                request_plane<true>(k_plane, p.k, p.k_scales, source);
+            }
+            cp_async_commit();
+            softmax.weigh(scores, factors, at.first_key(), at.start, newest);
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < TILES; ++m) {
+                const float low = factors[16 * m + g], high = factors[16 * m + g + 8];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[m][j][0] *= low, acc[m][j][1] *= low, acc[m][j][2] *= high, acc[m][j][3] *= high;
+            }
+            accumulate(acc, reinterpret_cast<const uint16_t*>(scores), v_plane);
+        }
+
+        const int64_t slot = block + segment;
+        store_partial(acc, p.partial + slot * ROWS * HEAD_DIM);
+        softmax.store(p.stats + slot * ROWS * 2);
+    }
+}
+
+// A sum of weighted values whose weights are relative to 2^largest.
+struct Merged {
+    float largest;
+    float sum;
+    float value[4];
+
+    DEVICE void add(float other_largest, float other_sum, const float (&other)[4]) {
+        const float now = fmaxf(largest, other_largest);
+        const float mine = exp2_approx(largest - now), its = exp2_approx(other_largest - now);
+        largest = now;
+        sum = sum * mine + other_sum * its;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = value[i] * mine + other[i] * its;
+    }
+};
+
+constexpr int COMBINE_DIMS = 64;  // per block: 16 lanes of 4 dims, 16 slots at a time
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    attention_combine(const __grid_constant__ AttentionDecodeParams p) {
+    STATIC_SHARED(float, values[WARPS * COMBINE_DIMS]);
+    STATIC_SHARED(float, stats[WARPS * 2]);
+    const int column = static_cast<int>(blockIdx.y), row_index = column / COLUMNS, i = column % COLUMNS;
+    const int head = static_cast<int>(blockIdx.x) / (HEAD_DIM / COMBINE_DIMS);
+    const int first_dim = static_cast<int>(blockIdx.x) % (HEAD_DIM / COMBINE_DIMS) * COMBINE_DIMS;
+    const int dim = head * HEAD_DIM + first_dim + static_cast<int>(threadIdx.x);  // of this thread when it stores
+    uint16_t* const out = p.out + static_cast<int64_t>(column) * p.out_stride;
+    const int total = count_units(p), n_parts = minimum(p.n_parts, total);
+    int first_unit = 0;
+    Cursor at;
+    at.enter_row(p, 0);
+    while (at.row < row_index) {
+        first_unit += N_KV_HEADS * at.n_units;
+        at.enter_row(p, at.row + 1);
+    }
+    grid_dependency_wait();
+    grid_dependency_launch();
+    if (i >= at.n_columns) {
+        if (threadIdx.x < COMBINE_DIMS) out[dim] = 0;
+        return;
+    }
+    first_unit += head / RATIO * at.n_units;
+    const int segment = row_index * N_KV_HEADS + head / RATIO, row = i * RATIO + head % RATIO;
+    const int last = part_of(first_unit + at.n_units - 1, n_parts, total) + segment;
+    const int lane = lane_id(), warp = warp_index();
+    Merged merged = {NO_SCORE, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 4
+    for (int64_t slot = part_of(first_unit, n_parts, total) + segment + static_cast<int>(threadIdx.x) / 16; slot <= last;
+         slot += THREADS / 16) {
+        const uint2 stat = load_8(p.stats + (slot * ROWS + row) * 2);
+        const uint4 word = load_16(p.partial + (slot * ROWS + row) * HEAD_DIM + first_dim + 4 * (lane % 16));
+        const float value[4] = {__uint_as_float(word.x), __uint_as_float(word.y), __uint_as_float(word.z),
+                                __uint_as_float(word.w)};
+        merged.add(__uint_as_float(stat.x), __uint_as_float(stat.y), value);
+    }
+    float other[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) other[j] = shfl_xor(merged.value[j], 16);
+    const float other_largest = shfl_xor(merged.largest, 16), other_sum = shfl_xor(merged.sum, 16);
+    merged.add(other_largest, other_sum, other);
+    if (lane < 16) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[warp * COMBINE_DIMS + 4 * lane + j] = merged.value[j];
+        if (lane == 0) stats[2 * warp] = merged.largest, stats[2 * warp + 1] = merged.sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= COMBINE_DIMS) return;
+    float largest = stats[0], sum = 0.0f, value = 0.0f;
+    for (int w = 1; w < WARPS; ++w) largest = fmaxf(largest, stats[2 * w]);
+    for (int w = 0; w < WARPS; ++w) {
+        const float factor = exp2_approx(stats[2 * w] - largest);
+        sum += stats[2 * w + 1] * factor;
+        value += values[w * COMBINE_DIMS + static_cast<int>(threadIdx.x)] * factor;
+    }
+    const float mixed = bf16_to_float(float_to_bf16(sum == 0.0f ? 0.0f : value / sum));
+    const float gate = bf16_to_float(p.gv[static_cast<int64_t>(column) * p.gv_stride + dim]);
+    out[dim] = float_to_bf16(mixed * sigmoid(gate));
+}

@@ -1,0 +1,64 @@
+// New tokens of a prompt chunk: k = rope(norm(k)) and v into their pages, q = rope(norm(q)) back in place as bf16.
+// qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; positions int32 [3][T]. One block per token, a warp
+// per head. Reference backends/reference/attention.py; codes at most one step off, see specs/kernels.md.
+#include "common.cuh"
+#include "attention.cuh"
+
+struct KvAppendParams {
+    uint16_t* qk;
+    const uint16_t* gv;
+    const uint16_t* q_norm;
+    const uint16_t* k_norm;
+    const RopeTable* rope;
+    const int* positions;
+    const int* pages;
+    uint8_t* k;
+    uint8_t* v;
+    uint16_t* k_scales;
+    uint16_t* v_scales;
+    int n_tokens;
+    int start;
+    int qk_stride;
+    int gv_stride;
+    float eps;
+};
+
+DEVICE void store_head(const float (&x)[LANE_DIMS], uint8_t* codes, uint16_t* scales, int64_t row) {
+    const int lane = lane_id();
+    if (KV_INT8) {
+        const Int8Row encoded = encode_int8(x);
+        store_8(codes + row * HEAD_DIM + LANE_DIMS * lane, encoded.codes);
+        if (lane % (SCALE_GROUP / LANE_DIMS) == 0) scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = encoded.scale;
+    } else {
+        store_16(codes + 2 * (row * HEAD_DIM + LANE_DIMS * lane), encode_bf16(x));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) kv_append(const __grid_constant__ KvAppendParams p) {
+    STATIC_SHARED(Turn, turns[PAIRS]);
+    const int token = static_cast<int>(blockIdx.x), lane = lane_id();
+    grid_dependency_wait();
+    grid_dependency_launch();
+    for (int pair = static_cast<int>(threadIdx.x); pair < PAIRS; pair += THREADS)
+        turns[pair] = turn_of(static_cast<float>(p.positions[p.rope->axis[pair] * p.n_tokens + token]) *
+                              p.rope->frequency[pair]);
+    __syncthreads();
+    const int page = p.pages[(p.start + token) / PAGE_TOKENS], token_in_page = (p.start + token) % PAGE_TOKENS;
+    uint16_t* const qk = p.qk + static_cast<int64_t>(token) * p.qk_stride + LANE_DIMS * lane;
+    const uint16_t* const gv = p.gv + static_cast<int64_t>(token) * p.gv_stride + LANE_DIMS * lane;
+    for (int task = warp_index(); task < N_HEADS + 2 * N_KV_HEADS; task += THREADS / WARP_LANES) {
+        const bool is_q = task < N_HEADS, is_v = task >= N_HEADS + N_KV_HEADS;
+        float x[LANE_DIMS];
+        decode_bf16(x, load_16(is_v ? gv + (task - N_KV_HEADS) * HEAD_DIM : qk + task * HEAD_DIM));
+        if (!is_v) {
+            normalize_head(x, load_16((is_q ? p.q_norm : p.k_norm) + LANE_DIMS * lane), p.eps);
+            rotate_head(x, turns);
+        }
+        if (is_q) {
+            store_16(qk + task * HEAD_DIM, encode_bf16(x));
+            continue;
+        }
+        const int64_t row = kv_row(page, N_KV_HEADS, (task - N_HEADS) % N_KV_HEADS, token_in_page);
+        store_head(x, is_v ? p.v : p.k, is_v ? p.v_scales : p.k_scales, row);
+    }
+}
