@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec
 from ninfer_runtime.backends.cuda.device import Device
@@ -20,14 +21,19 @@ from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
     attention_prefill,
     copy_pages,
+    embed,
     gdn_decode,
     linear_large,
     linear_small,
     probes,
+    repack,
+    rms_norm,
+    round_begin,
 )
 from ninfer_runtime.backends.cuda.ops.attention import attention_geometry
 from ninfer_runtime.backends.cuda.ops.gdn_state import gdn_geometry
 from ninfer_runtime.backends.cuda.ops.kv_cache import KvFormat
+from ninfer_runtime.backends.cuda.ops.sampling import SamplerShape
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 from ninfer_runtime.backends.cuda.planned import CARDS, MODELS, planned_model
 from ninfer_runtime.backends.cuda.resources import (
@@ -97,6 +103,10 @@ def _attention_prefill(needs: Needs) -> Iterable[KernelSpec]:
     return chain.from_iterable(map(attention_prefill.specs, geometries))
 
 
+def _sampling(needs: Needs) -> Iterable[KernelSpec]:
+    return SamplerShape(needs.spec.n_addressable, up(needs.spec.text.vocab_rows, 4)).specs()
+
+
 def _gdn_decode(needs: Needs) -> Iterable[KernelSpec]:
     return gdn_decode.specs(gdn_geometry(needs.spec.text, needs.spec.norm_eps))
 
@@ -108,6 +118,11 @@ OPERATORS: Mapping[str, Callable[[Needs], Iterable[KernelSpec]]] = {
     "attention_prefill": _attention_prefill,
     "copy_pages": lambda needs: copy_pages.specs(),
     "gdn_decode": _gdn_decode,
+    "embed": lambda needs: embed.specs(needs.weights.embedding.format, needs.spec.text.hidden),
+    "repack": lambda needs: repack.specs({matrix.format for matrix in needs.weights.matrices}),
+    "rms_norm": lambda needs: rms_norm.specs(needs.spec.text.hidden),
+    "round_begin": lambda needs: round_begin.specs(),
+    "sampling": _sampling,
 }
 """Modules of ``ops`` with kernels, and how each is asked for its variants."""
 
