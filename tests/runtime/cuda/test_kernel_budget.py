@@ -1,0 +1,94 @@
+"""Every kernel variant of the planned models, for both tuned targets: no spills, no local memory, no growth.
+
+The budget is recorded with one compiler version (``constraints/cpu.txt`` pins it); ``scripts/record_registers.py``
+records it anew after a kernel changed for a reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from ninfer_runtime.backends.cuda import ops
+from ninfer_runtime.backends.cuda.catalog import (
+    BUDGET_FILE,
+    MEASURING,
+    OPERATORS,
+    KernelRow,
+    budget_of,
+    kernel_rows,
+    planned_specs,
+    problems_of,
+    read_budget,
+)
+from ninfer_runtime.backends.cuda.nvrtc import nvrtc
+from ninfer_runtime.backends.cuda.planned import MODELS, TARGETS
+
+GOOD = KernelRow("good[]x128", "sm_120a", 128, 32, 0, 0, 1024, 4, ("tiny/w8",), ())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_variant_stays_within_its_budget(arch: str) -> None:
+    rows = kernel_rows(arch)
+    problems = problems_of(rows, read_budget()[arch])
+    assert not problems, "\n".join(problems)
+    warnings = [f"{row.name}: {warning}" for row in rows for warning in row.warnings]
+    assert not warnings, "\n".join(warnings)
+
+
+def test_budget_is_of_this_compiler() -> None:
+    recorded = json.loads(BUDGET_FILE.read_text())["nvrtc"]
+    installed = ".".join(map(str, nvrtc().version))
+    assert recorded == installed, "record the budget again: python scripts/record_registers.py"
+
+
+def test_catalog_asks_every_operator_that_has_kernels() -> None:
+    names = [module.name for module in pkgutil.iter_modules(ops.__path__)]
+    modules = {name: importlib.import_module(f"{ops.__name__}.{name}") for name in names}
+    with_kernels = {name for name, module in modules.items() if "KernelSpec" in vars(module)}
+    with_kernels -= {name for name, module in modules.items() if not _makes_specs(module)}
+    assert with_kernels == {*OPERATORS, *MEASURING}
+
+
+def _makes_specs(module: ModuleType) -> bool:
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    return hasattr(module, "specs") or any(hasattr(value, "specs") for value in own)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_planned_model_has_kernels_and_every_variant_a_name_of_its_own(arch: str) -> None:
+    specs = planned_specs(arch)
+    assert set(MODELS) == {name for users in specs.values() for name in users}
+    names = [(spec.variant, spec.shared_bytes) for spec in specs]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"local_bytes": 16}, "has 16 bytes of local memory"),
+        ({"shared_bytes": 101_377}, "takes 101377 bytes of shared memory, at most 101376"),
+        ({"blocks_per_sm": 0}, "does not fit an SM"),
+        ({"registers": 33}, "takes 33 registers, 32 were recorded"),
+    ],
+)
+def test_each_limit_is_held(change: dict[str, int], complaint: str) -> None:
+    assert problems_of([GOOD], budget_of([GOOD])) == []
+    (problem,) = problems_of([replace(GOOD, **change)], budget_of([GOOD]))  # type: ignore[arg-type]
+    assert problem == f"good[]x128 for sm_120a {complaint}"
+
+
+def test_fewer_registers_than_recorded_are_fine() -> None:
+    assert problems_of([replace(GOOD, registers=31)], budget_of([GOOD])) == []
+
+
+def test_variant_without_budget_and_budget_without_variant_are_problems() -> None:
+    assert problems_of([GOOD], {}) == ["good[]x128 for sm_120a has no recorded register budget"]
+    assert problems_of([], budget_of([GOOD])) == ["good[]x128 is recorded, but no kernel has that name"]
