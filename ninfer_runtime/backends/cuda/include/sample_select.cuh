@@ -37,7 +37,7 @@ struct Selection {
     uint32_t inside;
     uint64_t above_mass;
 };
-static_assert(sizeof(Selection) <= SHARED_BYTES, "ops/sampling.py reserves it");
+static_assert(sizeof(Selection) <= SELECTION_BYTES, "ops/sampling.py reserves it");
 
 // What is sought on the way down from the largest value: the rank-th element, or where the mass reaches a target.
 struct Goal {

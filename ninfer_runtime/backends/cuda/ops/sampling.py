@@ -97,7 +97,7 @@ class SamplerShape:
             ("CAPACITY", self.capacity),
             ("PREFIX", self.prefix),
             ("VECTOR_LOADS", int(self.logits_stride % 4 == 0)),
-            ("SHARED_BYTES", self.shared_bytes),
+            ("SELECTION_BYTES", self.shared_bytes),
         )
         return KernelSpec("sampling.cu", name, defines, threads, shared_bytes)
 
