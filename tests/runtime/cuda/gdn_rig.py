@@ -13,6 +13,7 @@ from torch import Tensor
 from ninfer_format.model_geometry import TextGeometry
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnFold, GdnInputs, GdnLayerWeights, fold_entries
+from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill, workspace_bytes
 from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, GdnGeometry, GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE
 from ninfer_runtime.backends.reference.gdn import Gates, _Inputs, gates, mix_row
@@ -36,7 +37,13 @@ def floats(x: Words) -> Floats:
 def relative_error(found: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
     """|found - expected| / |expected|, NaN when anything is."""
     difference = found.astype(np.float64) - expected.astype(np.float64)
-    return float(np.linalg.norm(difference) / max(np.linalg.norm(expected.astype(np.float64)), 1e-30))
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    return float(np.linalg.norm(difference)) / max(size, 1e-30)
+
+
+def bits(arrays: Sequence[NDArray[np.generic]]) -> list[bytes]:
+    """What must be equal where no bit may change."""
+    return [array.tobytes() for array in arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,8 @@ class Layer:
         """The members that the reference reads."""
         g = self.geometry
         return TextGeometry(
-            hidden=DIM, layer_kinds=("gdn",) * g.n_layers, vocab_rows=1, n_heads=1, n_kv_heads=1, head_dim=DIM,
+            hidden=DIM, layer_kinds=tuple("gdn" for _ in range(g.n_layers)), vocab_rows=1, n_heads=1, n_kv_heads=1,
+            head_dim=DIM,
             gdn_key_heads=g.key_heads, gdn_value_heads=g.value_heads, gdn_key_dim=DIM, gdn_value_dim=DIM, conv_taps=4,
             mlp_width=1, n_experts=0, experts_per_token=0, expert_width=0, shared_width=0, mtp_layers=0,
         )  # fmt: skip
@@ -92,12 +100,13 @@ class Layer:
 
 
 def random_layer(geometry: GdnGeometry, generator: torch.Generator, slowest: float = 1e-3) -> Layer:
-    """Decays per token between ``slowest`` and about 1 at dt = 0, as in trained models."""
-    decay = torch.exp(torch.empty(geometry.value_heads).uniform_(float(np.log(slowest)), 0.0, generator=generator))
+    """exp(A_log), which multiplies softplus(a + dt_bias), from ``slowest`` up to at least 1, as in trained models."""
+    a_log = torch.empty(geometry.value_heads)
+    a_log.uniform_(float(np.log(slowest)), float(np.log(max(1.0, 4 * slowest))), generator=generator)
     taps = torch.randn((4, geometry.channels), generator=generator) * 0.5
     norm = 1 + 0.2 * torch.randn(DIM, generator=generator)
     dt_bias = 0.5 * torch.randn(geometry.value_heads, generator=generator)
-    return Layer(geometry, taps.bfloat16(), decay.log(), dt_bias, norm.bfloat16())
+    return Layer(geometry, taps.bfloat16(), a_log, dt_bias, norm.bfloat16())
 
 
 def random_projections(
@@ -198,6 +207,17 @@ class Rig:
             weights=self.weights, state=self.layout.layer(0, self.states, self.records), out=out,
         )  # fmt: skip
         return self.read_words(out, (len(rows), n_columns, g.value_width))
+
+    def prefill(self, slot: int, x: Projections) -> Words:
+        """[T, value width] of a prefill of all lines of ``x``."""
+        g, n_tokens = self.layer.geometry, len(x.qk)
+        out = self.poisoned(2 * n_tokens * g.value_width)
+        GdnPrefill(self.device, g).launch(
+            self.device.stream(), n_tokens=n_tokens, slot=slot, inputs=self.inputs(x), weights=self.weights, out=out,
+            state=self.layout.layer(0, self.states, self.records),
+            workspace=self.poisoned(workspace_bytes(g, n_tokens)),
+        )  # fmt: skip
+        return self.read_words(out, (n_tokens, g.value_width))
 
     def flush(self, *entries: tuple[int, int, int]) -> None:
         """Fold (slot, columns, buffer) in all layers."""

@@ -15,6 +15,7 @@ from tests.emulator.device import EmulatedDevice
 from tests.runtime.cuda.gdn_rig import (
     Rig,
     Row,
+    bits,
     device_state,
     floats,
     joined,
@@ -106,9 +107,7 @@ def test_cuts_into_rounds_change_no_bit(device: EmulatedDevice, fresh_seed: int)
             done, fold, buffer = done + committed, committed, 1 - buffer
         rig.flush((0, fold, buffer))
         results.append((np.concatenate(out), *rig.read_state(0)))
-    for result in results[1:]:
-        for found, expected in zip(result, results[0], strict=True):
-            assert np.array_equal(found.view(np.uint8), expected.view(np.uint8))
+    assert all(bits(result) == bits(results[0]) for result in results[1:])
 
 
 def test_a_flush_in_between_changes_no_bit(device: EmulatedDevice, fresh_seed: int) -> None:
@@ -126,8 +125,7 @@ def test_a_flush_in_between_changes_no_bit(device: EmulatedDevice, fresh_seed: i
         out = rig.round([Row(0, 3, 0 if flushes else 2, 1)], 3, x[2:5])
         rig.flush((0, 3, 0))
         results.append((out, *rig.read_state(0)))
-    for found, expected in zip(*results, strict=True):
-        assert np.array_equal(found.view(np.uint8), expected.view(np.uint8))
+    assert bits(results[0]) == bits(results[1])
 
 
 def test_flush_touches_the_named_slots_in_every_layer(device: EmulatedDevice, fresh_seed: int) -> None:
@@ -143,8 +141,7 @@ def test_flush_touches_the_named_slots_in_every_layer(device: EmulatedDevice, fr
     rig.flush((2, 1, 0), (0, 0, 0))
     for i in range(2):
         for slot in (0, 1):
-            for found, expected in zip(rig.read_state(slot, i), states[slot][i], strict=True):
-                assert np.array_equal(found, expected)
+            assert bits(rig.read_state(slot, i)) == bits(states[slot][i])
         matrix, history = rig.read_state(2, i)  # alpha = 0, v = 0: everything is forgotten
         assert not matrix.any()
         assert not history.any()

@@ -130,21 +130,6 @@ DEVICE void state_times(const float (&s)[2][16], const float* x, GdnLane at, flo
         for (int r = 0; r < 2; ++r) sum[r] += shfl_xor(sum[r], mask);
 }
 
-// x . y of 128 floats in shared memory, shared out over the eight lanes of a group.
-DEVICE float group_dot(const float* x, const float* y, GdnLane at) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const Float4 a = *reinterpret_cast<const Float4*>(x + 4 * at.part + 32 * i);
-        const Float4 b = *reinterpret_cast<const Float4*>(y + 4 * at.part + 32 * i);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum = fmaf(a.v[e], b.v[e], sum);
-    }
-#pragma unroll
-    for (int mask = 4; mask > 0; mask >>= 1) sum += shfl_xor(sum, mask);
-    return sum;
-}
-
 // u = beta (v - alpha S k): alpha is taken out of the product, so the state need not be decayed first.
 DEVICE void correction(const float (&s)[2][16], const float* key, const float* value, GdnGates gates, GdnLane at,
                        float (&u)[2]) {
@@ -172,70 +157,58 @@ DEVICE void advance_state(float (&s)[2][16], const float* key, float alpha, cons
 // ---- records: what a round leaves behind so that its columns can be folded into the state later
 
 // One layer's part of one record buffer. window: bf16 [3 + columns][channels], the history before the round, then the
-// projections; k, v: bf16 [columns][heads][128] after convolution and silu; alpha, beta: fp32 [columns][value heads].
+// projections; fp32: key [columns][key heads][128] normalised, correction u [columns][value heads][128], alpha
+// [columns][value heads]. A fold repeats only S <- alpha S + u k^T, from the same numbers: the same bits.
 class GdnRecord {
   public:
     DEVICE explicit GdnRecord(unsigned char* base) : base_(base) {}
-    DEVICE uint16_t* window(int column) const { return words(0) + column * GDN_CHANNELS; }
-    DEVICE uint16_t* key(int column, int key_head) const {
-        return words(KEY) + (column * KEY_HEADS + key_head) * GDN_DIM;
+    DEVICE uint16_t* window(int column) const { return reinterpret_cast<uint16_t*>(base_) + column * GDN_CHANNELS; }
+    DEVICE float* key(int column, int key_head) const { return floats((column * KEY_HEADS + key_head) * GDN_DIM); }
+    DEVICE float* correction(int column, int head) const {
+        return floats(CORRECTION + (column * VALUE_HEADS + head) * GDN_DIM);
     }
-    DEVICE uint16_t* value(int column, int head) const {
-        return words(VALUE) + (column * VALUE_HEADS + head) * GDN_DIM;
-    }
-    DEVICE float* alpha(int column, int head) const { return gates(column * VALUE_HEADS + head); }
-    DEVICE float* beta(int column, int head) const { return gates((MAX_COLUMNS + column) * VALUE_HEADS + head); }
+    DEVICE float* alpha(int column, int head) const { return floats(ALPHA + column * VALUE_HEADS + head); }
 
   private:
-    static constexpr int KEY = (GDN_HISTORY + MAX_COLUMNS) * GDN_CHANNELS;
-    static constexpr int VALUE = KEY + MAX_COLUMNS * GDN_KEY_WIDTH;
-    static constexpr int GATES = VALUE + MAX_COLUMNS * GDN_VALUE_WIDTH;
+    static constexpr int WINDOW = (GDN_HISTORY + MAX_COLUMNS) * GDN_CHANNELS * 2;  // bytes
+    static constexpr int CORRECTION = MAX_COLUMNS * GDN_KEY_WIDTH;                  // floats behind the window
+    static constexpr int ALPHA = CORRECTION + MAX_COLUMNS * GDN_VALUE_WIDTH;
 
-    DEVICE uint16_t* words(int offset) const { return reinterpret_cast<uint16_t*>(base_) + offset; }
-    DEVICE float* gates(int index) const { return reinterpret_cast<float*>(words(GATES)) + index; }
+    DEVICE float* floats(int index) const { return reinterpret_cast<float*>(base_ + WINDOW) + index; }
 
     unsigned char* base_;
-};
-
-static_assert(2 * MAX_COLUMNS <= GDN_STEP_THREADS / WARP_LANES, "two warps prepare one recorded column");
-
-// The drivers of up to MAX_COLUMNS columns of one head, in shared memory.
-struct GdnColumns {
-    float key[MAX_COLUMNS][GDN_DIM], query[MAX_COLUMNS][GDN_DIM], value[MAX_COLUMNS][GDN_DIM];
-    GdnGates gates[MAX_COLUMNS];
 };
 
 DEVICE void put_4(float* shared, int lane, const float (&x)[4]) {
     *reinterpret_cast<Float4*>(shared + 4 * lane) = Float4{{x[0], x[1], x[2], x[3]}};
 }
 
-// One line of the head's 64 KB per thread: on its way while the records are prepared.
+// One line of the head's 64 KB per thread: on its way while the record is copied.
 DEVICE void prefetch_state(const float* head) { prefetch_l2(head + threadIdx.x * (GDN_DIM * GDN_DIM / GDN_STEP_THREADS)); }
 
-// Drivers of the first n_columns of a record.
-DEVICE void prepare_record(const GdnRecord& record, int n_columns, int head, GdnColumns& columns) {
-    const int lane = static_cast<int>(lane_id());
-    const int c = warp_index() / 2;  // two warps per column
+// A head's part of a record in shared memory.
+struct GdnPending {
+    alignas(16) float key[MAX_COLUMNS][GDN_DIM], correction[MAX_COLUMNS][GDN_DIM];
+    float alpha[MAX_COLUMNS];
+};
+
+DEVICE void load_pending(GdnPending& pending, const GdnRecord& record, int n_columns, int head) {
+    constexpr int VECTORS = GDN_DIM / 4;
+    static_assert(2 * MAX_COLUMNS * VECTORS <= GDN_STEP_THREADS, "a thread copies one vector");
+    const int thread = static_cast<int>(threadIdx.x), c = thread / (2 * VECTORS), i = thread % VECTORS * 4;
     if (c >= n_columns) return;
-    float x[4];
-    if (warp_index() % 2) {
-        unpack_4(load_8(record.value(c, head) + 4 * lane), x);
-        put_4(columns.value[c], lane, x);
-        if (lane == 0) columns.gates[c] = {*record.alpha(c, head), *record.beta(c, head)};
-    } else {
-        unpack_4(load_8(record.key(c, head / GDN_RATIO) + 4 * lane), x);
-        l2_normalize(x);
-        put_4(columns.key[c], lane, x);
-    }
+    const bool is_key = thread / VECTORS % 2 == 0;
+    const float* const source = is_key ? record.key(c, head / GDN_RATIO) : record.correction(c, head);
+    *reinterpret_cast<Float4*>((is_key ? pending.key[c] : pending.correction[c]) + i) = load_global<Float4>(source + i);
+    if (thread % (2 * VECTORS) == 0) pending.alpha[c] = *record.alpha(c, head);
 }
 
-// Fold prepared columns into the registers; every thread has passed a barrier since they were written.
-DEVICE void fold_columns(float (&s)[2][16], int n_columns, const GdnColumns& columns, GdnLane at) {
+// Fold columns that every thread sees in shared memory.
+DEVICE void fold_columns(float (&s)[2][16], int n_columns, const GdnPending& pending, GdnLane at) {
 #pragma unroll 1
     for (int c = 0; c < n_columns; ++c) {
-        float u[2];
-        correction(s, columns.key[c], columns.value[c], columns.gates[c], at, u);
-        advance_state(s, columns.key[c], columns.gates[c].alpha, u, at);
+        const float u[2] = {pending.correction[c][at.row], pending.correction[c][at.row + 1]};
+        advance_state(s, pending.key[c], pending.alpha[c], u, at);
     }
 }
 

@@ -7,7 +7,7 @@
 // State S fp32 [slot][value head][value 128][key 128], history bf16 [slot][3][channels], records: gdn.cuh. All pointers
 // and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 512 threads.
 // What the pending columns need was written launches ago and is read ahead of the dependency wait.
-// Reference: backends/reference/gdn.py in bfloat16; convolution and out within 1 bf16 ulp, state to 1e-5.
+// Reference: backends/reference/gdn.py in bfloat16; out within 1 bf16 ulp where the convolution's are equal.
 #include "common.cuh"
 #include "gdn.cuh"
 
@@ -47,9 +47,16 @@ static_assert(MAX_COLUMNS >= 1 && MAX_COLUMNS <= WARPS, "a warp writes a column 
 
 // Rows of 384 channels are [query | key | value] of the head.
 struct Shared {
-    GdnColumns columns;
-    float out[MAX_COLUMNS][GDN_DIM];
-    uint16_t taps[GDN_TAPS][3 * GDN_DIM];
+    union {
+        GdnPending pending;  // until it is folded
+        struct {
+            alignas(16) float query[MAX_COLUMNS][GDN_DIM], key[MAX_COLUMNS][GDN_DIM], value[MAX_COLUMNS][GDN_DIM];
+            GdnGates gates[MAX_COLUMNS];
+            float key_query[MAX_COLUMNS];
+        } columns;
+    };
+    alignas(16) float out[MAX_COLUMNS][GDN_DIM], correction[MAX_COLUMNS][GDN_DIM];
+    alignas(16) uint16_t taps[GDN_TAPS][3 * GDN_DIM];
     uint16_t window[GDN_HISTORY + MAX_COLUMNS][3 * GDN_DIM];  // history, then this round's projections
     uint16_t z[MAX_COLUMNS][GDN_DIM];
     uint16_t norm[GDN_DIM];
@@ -112,32 +119,40 @@ DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_column
         const GdnGates gates = {expf_precise(log_decay), sigmoid(p.b[at])};
         shared.columns.gates[own] = gates;
         *record.alpha(own, head) = gates.alpha;
-        *record.beta(own, head) = gates.beta;
     }
 }
 
-// One warp: convolution of a column's query (part 0), key (1) or value (2), the first two normalised.
+// Four channels per lane of a column's query (part 0), key (1) or value (2), after convolution and silu.
+DEVICE void convolved(float (&x)[4], const Shared& shared, int c, int part) {
+    const int channel = part * GDN_DIM + 4 * static_cast<int>(lane_id());
+    unpack_4(convolve_4(&shared.window[c][channel], &shared.taps[0][channel], 3 * GDN_DIM), x);
+}
+
+// One warp: a column's query and its product with the key (part 0), its key (1) or its value (2).
 DEVICE void prepare_column(Shared& shared, const GdnDecodeParams& p, int c, int part, const GdnChannels& channels) {
-    const int lane = static_cast<int>(lane_id()), head = shared.head;
-    const GdnRecord record = record_of(p, p.rows[blockIdx.y].record_buffer);
-    const uint2 activated = convolve_4(&shared.window[c][part * GDN_DIM + 4 * lane],
-                                       &shared.taps[0][part * GDN_DIM + 4 * lane], 3 * GDN_DIM);
-    float x[4];
-    unpack_4(activated, x);
+    const int lane = static_cast<int>(lane_id());
+    float x[4], key[4];
+    convolved(x, shared, c, part);
     if (part == 2) {
         put_4(shared.columns.value[c], lane, x);
-        store_8(record.value(c, head) + 4 * lane, activated);
         return;
     }
     l2_normalize(x);
     if (part == 1) {
         put_4(shared.columns.key[c], lane, x);
-        if (channels.owns_key) store_8(record.key(c, head / GDN_RATIO) + 4 * lane, activated);
+        if (channels.owns_key) {
+            float* const recorded = record_of(p, p.rows[blockIdx.y].record_buffer).key(c, shared.head / GDN_RATIO);
+            store_global(recorded + 4 * lane, Float4{{x[0], x[1], x[2], x[3]}});
+        }
         return;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = mul_rn(x[i], GDN_QUERY_SCALE);
     put_4(shared.columns.query[c], lane, x);
+    convolved(key, shared, c, 1);
+    l2_normalize(key);
+    const float key_query = warp_sum(dot_4(key, x));
+    if (lane == 0) shared.columns.key_query[c] = key_query;
 }
 
 }  // namespace
@@ -152,12 +167,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
     prefetch_state(matrix_of(p));
 
     stage_history(*shared, p, slot, pending);
-    if (pending > 0) prepare_record(record_of(p, p.rows[row].fold_buffer), pending, static_cast<int>(blockIdx.x), shared->columns);
+    if (pending > 0)
+        load_pending(shared->pending, record_of(p, p.rows[row].fold_buffer), pending, static_cast<int>(blockIdx.x));
     __syncthreads();
     float s[2][16];
     load_state(s, matrix_of(p), at);
     if (pending > 0) {
-        fold_columns(s, pending, shared->columns, at);
+        fold_columns(s, pending, shared->pending, at);
         store_state(s, matrix_of(p), at);
         __syncthreads();
     }
@@ -181,11 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
         correction(s, shared->columns.key[c], shared->columns.value[c], gates, at, u);
         state_times(s, shared->columns.query[c], at, decayed);
         // o = alpha S q + (k . q) u: the last column needs no new state.
-        const float key_query = group_dot(shared->columns.key[c], shared->columns.query[c], at);
-        if (at.part == 0)
+        if (at.part == 0) {
+            const float key_query = shared->columns.key_query[c];
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
+            for (int r = 0; r < 2; ++r) {
+                shared->correction[c][at.row + r] = u[r];
                 shared->out[c][at.row + r] = fmaf(key_query, u[r], mul_rn(gates.alpha, decayed[r]));
+            }
+        }
         if (c + 1 < n_columns) advance_state(s, shared->columns.key[c], gates.alpha, u, at);
     }
     __syncthreads();
@@ -196,6 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
         store_8(out, uint2{0, 0});
         return;
     }
+    float* const recorded = record_of(p, p.rows[row].record_buffer).correction(warp, head) + 4 * lane;
+    store_global(recorded, *reinterpret_cast<const Float4*>(&shared->correction[warp][4 * lane]));
     float w[4], z[4], y[4];
     unpack_4(*reinterpret_cast<const uint2*>(&shared->norm[4 * lane]), w);
     unpack_4(*reinterpret_cast<const uint2*>(&shared->z[warp][4 * lane]), z);

@@ -32,11 +32,11 @@ DEVICE float* matrix_of(const GdnFoldParams& p) {
 
 }  // namespace
 
-static_assert(sizeof(GdnColumns) <= BLOCK_SHARED, "dynamic shared memory of the launch");
+static_assert(sizeof(GdnPending) <= BLOCK_SHARED, "dynamic shared memory of the launch");
 static_assert(THREADS == GDN_STEP_THREADS, "a head's state fills the registers of 512 threads");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const __grid_constant__ GdnFoldParams p) {
-    DYNAMIC_SHARED(GdnColumns, columns);
+    DYNAMIC_SHARED(GdnPending, pending);
     grid_dependency_launch();
     grid_dependency_wait();
     const GdnFoldEntry entry = p.entries[blockIdx.z];
@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const
         store_16(reinterpret_cast<uint16_t*>(p.history + own_offset(p)) + j * GDN_CHANNELS + channel,
                  load_16(record.window(entry.n_columns + j) + channel));
     }
-    prepare_record(record, entry.n_columns, head, *columns);
+    load_pending(*pending, record, entry.n_columns, head);
     float s[2][16];
     load_state(s, matrix_of(p), at);
     __syncthreads();
-    fold_columns(s, entry.n_columns, *columns, at);
+    fold_columns(s, entry.n_columns, *pending, at);
     store_state(s, matrix_of(p), at);  // the address is made again: 64 registers hold no more than the step
 }

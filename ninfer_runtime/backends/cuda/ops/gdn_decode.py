@@ -18,9 +18,11 @@ from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 
 _THREADS = 512
 _BLOCKS_PER_SM = 2
-_FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
-_FOLD_SHARED = MAX_COLUMNS * (3 * DIM * 4 + 8) + 16
-_DECODE_SHARED = _FOLD_SHARED + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS) + 16
+_FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 2 * MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
+_FOLD_SHARED = MAX_COLUMNS * (2 * DIM + 1) * 4 + 16
+_DECODE_SHARED = (
+    MAX_COLUMNS * (3 * DIM + 3) * 4 + 32 + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS) + 16
+)
 
 FOLD_ENTRY = np.dtype([("slot", np.int32), ("n_columns", np.int32), ("buffer", np.int32), ("reserved", np.int32)])
 """One slot to flush: fold the first ``n_columns`` columns of record buffer ``buffer``; 0 leaves the slot as it is."""

@@ -5,9 +5,9 @@ copy of ``state_bytes_per_slot`` bytes from ``state_offset(slot)``, a reset one 
 
 State of a layer: S fp32 [value head][value 128][key 128], then the convolution's history bf16 [3][channels], oldest
 first.
-Record of a layer: window bf16 [3 + columns][channels], the history before the round and its projections; keys bf16
-[columns][key head][128] and values bf16 [columns][value head][128] after convolution and silu; alpha and beta fp32
-[columns][value head]. A slot has two record buffers: one pending while the next round writes the other.
+Record of a layer: window bf16 [3 + columns][channels], the history before the round and its projections; fp32 keys
+[columns][key head][128], normalised; fp32 corrections u [columns][value head][128]; fp32 alpha [columns][value head].
+A slot has two record buffers: one pending while the next round writes the other.
 """
 
 from dataclasses import dataclass
@@ -114,9 +114,8 @@ class GdnStateLayout:
         """From one layer's record to the next one's."""
         g = self.geometry
         window = (HISTORY + MAX_COLUMNS) * g.channels * _BF16
-        drivers = MAX_COLUMNS * (g.key_width + g.value_width) * _BF16
-        gates = 2 * MAX_COLUMNS * g.value_heads * _FP32
-        return up(window + drivers + gates, ALIGNMENT)
+        drivers = MAX_COLUMNS * (g.key_width + g.value_width + g.value_heads) * _FP32
+        return up(window + drivers, ALIGNMENT)
 
     @property
     def record_buffer_stride(self) -> int:

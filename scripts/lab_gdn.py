@@ -1,0 +1,122 @@
+"""Time the Gated DeltaNet kernels of a 27B-sized model: python scripts/lab_gdn.py [decode] [prefill].
+
+Rounds run as a graph of all 48 layers with programmatic edges, over the states of as many slots as rows (144 MB and
+more: cold in L2); prefill as a graph of 16 layers that share a workspace. Prints microseconds per layer, and the share
+of ``READ_GBPS`` that reading (and, with pending columns, writing) the states takes.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from ninfer_runtime.backends.cuda.device import Stream
+from ninfer_runtime.backends.cuda.launch import CudaDevice
+from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnFold, fold_entries
+from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill, workspace_bytes
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnGeometry
+from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE
+from tests.runtime.cuda.gdn_rig import Rig, random_layer, random_projections
+
+GEOMETRY = GdnGeometry(16, 48, 48)
+READ_GBPS = 4390.0
+REPEATS = 5
+PREFILL_LAYERS = 16
+
+
+def microseconds(device: CudaDevice, stream: Stream, work: Callable[[], None], launches: int) -> float:
+    """Median time of one of the ``launches`` launches that ``work`` queues, as a graph."""
+    work()
+    device.synchronize()
+    with device.capture(stream) as graph:
+        work()
+    times = []
+    for _ in range(REPEATS + 1):
+        begin, end = device.event(timing=True), device.event(timing=True)
+        begin.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        times.append(1e3 * end.elapsed_ms(begin) / launches)
+    graph.close()
+    return float(np.median(times[1:]))
+
+
+class Lab:
+    """States of eight slots, all zero, and inputs for calls of up to 1024 tokens."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.device = CudaDevice()
+        self.stream = self.device.stream()
+        self.rig = Rig(self.device, random_layer(GEOMETRY, generator), 8)
+        layout = self.rig.layout
+        self.device.fill(self.rig.states, 0, 8 * layout.state_bytes_per_slot, self.stream)
+        self.device.fill(self.rig.records, 0, 8 * layout.record_bytes_per_slot, self.stream)
+        self.inputs = self.rig.inputs(random_projections(GEOMETRY, 1024, generator))
+        self.out = self.rig.poisoned(1024 * GEOMETRY.value_width * 2)
+        self.decode = GdnDecode(self.device, GEOMETRY)
+        self.fold = GdnFold(self.device, GEOMETRY)
+        self.prefill = GdnPrefill(self.device, GEOMETRY)
+        self.workspace = self.device.allocate(workspace_bytes(GEOMETRY, 1024))
+
+    def time(self, label: str, work: Callable[[], None], launches: int, n_bytes: int = 0) -> None:
+        """Print one line."""
+        time = microseconds(self.device, self.stream, work, launches)
+        share = f", {n_bytes / time / 1e3 / READ_GBPS:.0%} of the memory's rate" if n_bytes else ""
+        print(f"{label}: {time:.2f} us{share}", flush=True)
+
+    def round(self, n_rows: int, n_columns: int, rows: int) -> None:
+        """All layers of a round."""
+        for i in range(GEOMETRY.n_layers):
+            self.decode.launch(
+                self.stream, n_rows=n_rows, n_columns=n_columns, rows=rows, inputs=self.inputs,
+                weights=self.rig.weights, state=self.rig.layout.layer(i, self.rig.states, self.rig.records), out=self.out,
+            )  # fmt: skip
+
+    def chunk(self, n_tokens: int, parts: tuple[str, ...]) -> None:
+        """Prefill of some layers; ``parts`` of ``GdnPrefill`` are left out."""
+        for i in range(PREFILL_LAYERS):
+            self.prefill.launch(
+                self.stream, n_tokens=n_tokens, slot=0, inputs=self.inputs, weights=self.rig.weights, out=self.out,
+                state=self.rig.layout.layer(i, self.rig.states, self.rig.records), workspace=self.workspace, skip=parts,
+            )  # fmt: skip
+
+
+def time_rounds(lab: Lab) -> None:
+    """Rounds of B rows and q columns, with and without pending columns, and the flush of all layers."""
+    head_bytes = GEOMETRY.value_heads * 128 * 128 * 4
+    for n_rows in (1, 2, 4, 8):
+        for n_columns in (1, 4, 6):
+            for fold in (0, n_columns):
+                rows = np.zeros(n_rows, ROW_STATE)
+                rows["slot"], rows["n_columns"], rows["fold_columns"] = np.arange(n_rows), n_columns, fold
+                rows["record_buffer"] = 1
+                work = partial(lab.round, n_rows, n_columns, lab.rig.put(rows))
+                moved = n_rows * head_bytes * (2 if fold else 1)
+                lab.time(f"round of {n_rows} x {n_columns}, {fold} pending", work, GEOMETRY.n_layers, moved)
+    for n_entries in (1, 8):
+        entries = lab.rig.put(fold_entries([(slot, 3, 0) for slot in range(n_entries)]))
+        regions = {"states": lab.rig.states, "records": lab.rig.records}
+        work = partial(lab.fold.launch, lab.stream, n_entries=n_entries, entries=entries, **regions)
+        lab.time(f"flush of {n_entries} x 3", work, 1, 2 * n_entries * head_bytes * GEOMETRY.n_layers)
+
+
+def time_prefill(lab: Lab) -> None:
+    """Calls of several lengths, and one kernel at a time."""
+    for n_tokens in (1, 64, 256, 512, 1024):
+        lab.time(f"prefill of {n_tokens}", partial(lab.chunk, n_tokens, ()), PREFILL_LAYERS)
+    for part in ("chunks", "state", "output"):
+        others = tuple(name for name in ("chunks", "state", "output") if name != part)
+        lab.time(f"prefill of 1024, {part} alone", partial(lab.chunk, 1024, others), PREFILL_LAYERS)
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["decode", "prefill"]
+    laboratory = Lab()
+    if "decode" in wanted:
+        time_rounds(laboratory)
+    if "prefill" in wanted:
+        time_prefill(laboratory)
