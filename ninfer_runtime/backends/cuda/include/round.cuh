@@ -17,7 +17,7 @@ constexpr int STATUS_FROZEN = 4;
 struct RowState {
     int slot;
     int start;          // index of column 0
-    int n_columns;      // 0: the row is frozen, nothing of it is evaluated or folded
+    int n_columns;      // 0: the row is frozen: its pending record is folded, nothing is evaluated
     int rope_delta;
     int fold_columns;   // columns of the slot's pending record to fold before this round's columns
     int fold_buffer;    // which of the slot's two record buffers holds them

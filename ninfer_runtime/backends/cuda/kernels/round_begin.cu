@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         row.start = follows ? before.start + before.columns : in.start;
         row.n_columns = is_frozen ? 0 : in.n_columns;
         row.rope_delta = in.rope_delta;
-        row.fold_columns = is_frozen ? 0 : follows ? before.columns : in.fold_columns;
+        row.fold_columns = follows ? before.columns : in.fold_columns;  // also of rows that have just ended
         row.fold_buffer = in.fold_buffer;
         row.record_buffer = in.record_buffer;
         row.budget = follows ? before.budget - before.emitted : in.budget;

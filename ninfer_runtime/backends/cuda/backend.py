@@ -1,0 +1,62 @@
+"""The CUDA backend: which device, what fits on it, and the program."""
+
+import re
+
+from ninfer_format.errors import UsageError
+from ninfer_format.hashing import Progress, silent
+from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
+from ninfer_runtime.backends.cuda.arena import ArenaPlan
+from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.matrices import SmallMatrices
+from ninfer_runtime.backends.cuda.memory import lay_out, memory_plan, round_columns
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.program import CudaProgram
+from ninfer_runtime.models.binder import BoundModel
+
+_DEVICE = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
+
+
+def device_index(name: str) -> int:
+    """The number in ``cuda:N``; UsageError for other names."""
+    found = _DEVICE.fullmatch(name)
+    if found is None:
+        raise UsageError(f"the cuda backend does not run on {name!r}, expected cuda or cuda:N")
+    return int(found[1] or 0)
+
+
+class CudaBackend:
+    """``backends.base.Backend`` on CUDA devices; tests hand in another device."""
+
+    name = "cuda"
+
+    def __init__(self, device: Device | None = None, *, progress: Progress = silent) -> None:
+        self._given = device
+        self._progress = progress
+        self._opened: dict[int, Device] = {}
+
+    def free_memory(self, options: ProgramOptions) -> int:
+        """Bytes that could be allocated now."""
+        return self._device(options).free_bytes()
+
+    def plan_memory(self, model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
+        """The one allocation of a program; UsageError or UnsupportedError for what has no kernels."""
+        if options.dtype != "bfloat16":
+            raise UsageError(f"dtype {options.dtype!r} is not part of the cuda backend, expected bfloat16")
+        device, plan = self._device(options), ArenaPlan()
+        regions = lay_out(model, limits, options, device, plan)
+        SmallMatrices(device, plan, regions, round_columns(limits))
+        return memory_plan(limits, options, plan, GdnStateLayout(regions.gdn).state_bytes_per_slot)
+
+    def create(self, model: BoundModel, plan: MemoryPlan) -> CudaProgram:
+        """Compile, allocate, load."""
+        return CudaProgram(model, plan, self._device(plan.options), progress=self._progress)
+
+    def _device(self, options: ProgramOptions) -> Device:
+        if self._given is not None:
+            return self._given
+        index = device_index(options.device)
+        if index not in self._opened:
+            from ninfer_runtime.backends.cuda.launch import CudaDevice
+
+            self._opened[index] = CudaDevice(index)
+        return self._opened[index]

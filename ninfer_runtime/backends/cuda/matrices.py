@@ -1,0 +1,180 @@
+"""The matrix launches of a model, each in two forms over the same packed weights: rounds, and prompt chunks.
+
+Small forms take up to the columns of a round and can divide by the rms on the way; large forms take a whole chunk of
+rows that are normed already. Prompt chunks no longer than a round use the small forms too.
+"""
+
+from dataclasses import dataclass
+
+from ninfer_runtime.backends.cuda.arena import Taker
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offsets, output_widths
+from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
+from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
+from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual
+from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
+from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSmall:
+    """A layer's four launches in rounds."""
+
+    inputs: LinearSmall
+    output: LinearSmall
+    gate_up: LinearSmall
+    down: LinearSmall
+
+
+class SmallMatrices:
+    """Small forms of every launch. Only tables are taken from ``taker``; ``prepare`` uploads them and loads kernels."""
+
+    def __init__(self, device: Device, taker: Taker, regions: Regions, max_columns: int) -> None:
+        def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
+            return LinearSmall(device, taker, matrices, epilogue, max_columns, regions.linear_small_workspace)
+
+        self.layers = [
+            LayerSmall(
+                inputs=small(layer.mixer.inputs.matrices, "store"),
+                output=small((layer.mixer.output,), "residual"),
+                gate_up=small((layer.gate_up,), "swiglu"),
+                down=small((layer.down,), "residual"),
+            )
+            for layer in regions.weights.layers
+        ]
+        self.head = small((regions.weights.head,), "store")
+
+    @property
+    def launches(self) -> list[LinearSmall]:
+        """All of them."""
+        each = [launch for layer in self.layers for launch in (layer.inputs, layer.output, layer.gate_up, layer.down)]
+        return [*each, self.head]
+
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """Every kernel variant, once."""
+        return list(dict.fromkeys(spec for launch in self.launches for spec in launch.specs))
+
+    def prepare(self) -> None:
+        """Before the first launch."""
+        for launch in self.launches:
+            launch.prepare()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLarge:
+    """A layer's four launches in prompt chunks."""
+
+    inputs: LinearLarge
+    output: LinearLarge
+    gate_up: LinearLarge
+    down: LinearLarge
+
+
+class LargeMatrices:
+    """Large forms of every launch."""
+
+    def __init__(self, device: Device, regions: Regions, max_tokens: int, head_rows: int) -> None:
+        workspace = regions.linear_large_workspace
+
+        def large(matrices: tuple[PackedMatrix, ...], epilogue: Epilogue, n: int = max_tokens) -> LinearLarge:
+            return LinearLarge(device, matrices, epilogue, max_tokens=n, workspace=workspace)
+
+        self.layers = [
+            LayerLarge(
+                inputs=large(layer.mixer.inputs.matrices, Epilogue.STORE),
+                output=large((layer.mixer.output,), Epilogue.RESIDUAL),
+                gate_up=large((layer.gate_up,), Epilogue.SWIGLU),
+                down=large((layer.down,), Epilogue.RESIDUAL),
+            )
+            for layer in regions.weights.layers
+        ]
+        self.head = large((regions.weights.head,), Epilogue.STORE, head_rows)
+
+
+def large_specs(regions: Regions) -> list[KernelSpec]:
+    """Every variant that ``LargeMatrices`` may launch, once."""
+    out: dict[KernelSpec, None] = {}
+    for layer in regions.weights.layers:
+        for matrices, epilogue in (
+            (layer.mixer.inputs.matrices, Epilogue.STORE),
+            ((layer.mixer.output,), Epilogue.RESIDUAL),
+            ((layer.gate_up,), Epilogue.SWIGLU),
+            ((layer.down,), Epilogue.RESIDUAL),
+        ):
+            out.update(dict.fromkeys(linear_large.specs(matrices, epilogue)))
+    out.update(dict.fromkeys(linear_large.specs((regions.weights.head,), Epilogue.STORE)))
+    return list(out)
+
+
+class PromptMatrices:
+    """A chunk of ``n_tokens`` normed rows through a layer's launches; ``n_tokens`` chooses the form."""
+
+    def __init__(self, regions: Regions, small: SmallMatrices, large: LargeMatrices, max_columns: int) -> None:
+        self._small, self._large, self._max_columns = small, large, max_columns
+        self._activations: Activations = regions.activations
+        self._layers: tuple[LayerTensors, ...] = regions.weights.layers
+
+    def inputs(self, stream: Stream, layer: int, n_tokens: int) -> None:
+        """``normed`` → ``inputs``."""
+        a, of = self._activations, self._layers[layer].mixer.inputs
+        if n_tokens <= self._max_columns:
+            outputs = input_outputs(of, a.inputs, n_tokens)
+            self._small.layers[layer].inputs.launch(stream, n_tokens, a.normed, None, outputs)
+            return
+        offsets, widths = input_offsets(of, n_tokens), output_widths(of)
+        wide = [
+            linear_large.Output(a.inputs + offset, "fp32" if is_float else "bf16")
+            for offset, (_, is_float) in zip(offsets[:-1], widths, strict=True)
+        ]
+        stride = activation_stride(of.matrices[0].k)
+        self._large.layers[layer].inputs.launch(stream, n_tokens, a.normed, stride, wide)
+
+    def output(self, stream: Stream, layer: int, n_tokens: int) -> None:
+        """``x`` += output · ``mixed``."""
+        of = self._small.layers[layer].output, self._large.layers[layer].output
+        self._add(stream, *of, self._activations.mixed, n_tokens)
+
+    def gate_up(self, stream: Stream, layer: int, n_tokens: int) -> None:
+        """``normed`` → ``ffn``."""
+        a, matrix, down = self._activations, self._layers[layer].gate_up, self._layers[layer].down
+        out_stride, stride = activation_stride(down.k), activation_stride(matrix.k)
+        if n_tokens <= self._max_columns:
+            outputs = (linear_small.Output(a.ffn, stride=out_stride),)
+            self._small.layers[layer].gate_up.launch(stream, n_tokens, a.normed, None, outputs)
+            return
+        wide = (linear_large.Output(a.ffn, stride=out_stride),)
+        self._large.layers[layer].gate_up.launch(stream, n_tokens, a.normed, stride, wide)
+
+    def down(self, stream: Stream, layer: int, n_tokens: int) -> None:
+        """``x`` += down · ``ffn``."""
+        of = self._small.layers[layer].down, self._large.layers[layer].down
+        self._add(stream, *of, self._activations.ffn, n_tokens)
+
+    def head(self, stream: Stream, n_rows: int, normed: int, logits_stride: int) -> None:
+        """``n_rows`` rows at ``normed`` → ``logits``."""
+        a = self._activations
+        if n_rows <= self._max_columns:
+            outputs = (linear_small.Output(a.logits, is_float=True, stride=logits_stride),)
+            self._small.head.launch(stream, n_rows, normed, None, outputs)
+            return
+        stride = activation_stride(self._small.head.matrices[0].k)
+        wide = (linear_large.Output(a.logits, "fp32", logits_stride),)
+        self._large.head.launch(stream, n_rows, normed, stride, wide)
+
+    def _add(self, stream: Stream, small: LinearSmall, large: LinearLarge, of: int, n_tokens: int) -> None:
+        a, matrix = self._activations, small.matrices[0]
+        if n_tokens <= self._max_columns:
+            small.launch(stream, n_tokens, of, residual=Residual(a.x, a.ss))
+            return
+        wide = (linear_large.Output(a.x, "fp32", matrix.n_outputs),)
+        large.launch(stream, n_tokens, of, activation_stride(matrix.k), wide)
+
+
+def input_outputs(of: InputMatrices, base: int, n_tokens: int) -> tuple[linear_small.Output, ...]:
+    """Where a small launch of input matrices writes: one block of ``n_tokens`` rows after the other."""
+    offsets, widths = input_offsets(of, n_tokens), output_widths(of)
+    return tuple(
+        linear_small.Output(base + offset, is_float) for offset, (_, is_float) in zip(offsets[:-1], widths, strict=True)
+    )

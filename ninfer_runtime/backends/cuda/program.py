@@ -1,0 +1,471 @@
+"""The CUDA program: rounds are captured graphs, prompts are queued chunks; the rules are those of ``backends/base.py``.
+
+A round is one upload, one graph, one download; the next one may be launched before it is read. State changes only when
+a record is folded: by the next round of the slot, or by a flush before anything else touches it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_format.geometry import up
+from ninfer_format.hashing import Progress, silent
+from ninfer_runtime.backends.base import (
+    MAX_ROUNDS_IN_FLIGHT,
+    ContractError,
+    Float32s,
+    Int32s,
+    Logprobs,
+    MemoryPlan,
+    Place,
+    PrefillChunk,
+    PrefillResult,
+    Round,
+    RoundResult,
+    StateSnapshot,
+    Ticket,
+    Uint32s,
+)
+from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
+from ninfer_runtime.backends.cuda import matrices, prompt_pass, round_pass
+from ninfer_runtime.backends.cuda.arena import Arena
+from ninfer_runtime.backends.cuda.book import Launched, RoundBook
+from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
+from ninfer_runtime.backends.cuda.graphs import GraphBook
+from ninfer_runtime.backends.cuda.loader import LoadReport, load
+from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, round_columns
+from ninfer_runtime.backends.cuda.ops import linear_large, repack
+from ninfer_runtime.backends.cuda.ops.attention import rope_table
+from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
+from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnFold, fold_entries
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.round_begin import Counts, RoundBegin
+from ninfer_runtime.backends.cuda.ops.round_state import RoundBuffers
+from ninfer_runtime.backends.cuda.ops.sampling import Sampler
+from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
+from ninfer_runtime.backends.cuda.round_pass import RoundPass
+from ninfer_runtime.backends.cuda.weights import raw_upload
+from ninfer_runtime.models.binder import BoundModel
+
+_FLOAT = 4
+_SNAPSHOT_PLACES: tuple[Place, ...] = ("device", "host")
+
+
+class CudaProgram:
+    """``backends.base.Program`` on one card, or on anything that answers like one (``device.Device``)."""
+
+    name = "cuda"
+    runs_ahead = True
+
+    def __init__(self, model: BoundModel, plan: MemoryPlan, device: Device, *, progress: Progress = silent) -> None:
+        """Compile, allocate the plan, load, capture. A DeviceError names what does not fit."""
+        self.model, self.plan, self.device = model, plan, device
+        limits, spec = plan.limits, model.spec
+        self.stream = device.stream()
+        self._arena = Arena(device, plan.device_bytes)
+        self._regions = lay_out(model, limits, plan.options, device, self._arena)
+        r = self._regions
+        columns = round_columns(limits)
+        self._small = matrices.SmallMatrices(device, self._arena, r, columns)
+        device.prepare(
+            [
+                *self._small.specs,
+                *matrices.large_specs(r),
+                *round_pass.specs(r, spec, limits.max_columns),
+                *prompt_pass.specs(r, spec),
+                *repack.specs({matrix.format for matrix in r.weights.matrices}),
+            ]
+        )
+        self._clear()
+        self.load_report = self._load(progress)
+        self._small.prepare()
+        large = matrices.LargeMatrices(device, r, max(limits.prefill_chunk, columns), head_rows(limits))
+        linear_large.clear_workspace(device, r.linear_large_workspace)
+        self._round_pass = RoundPass(device, r, spec, self._small, limits.max_columns)
+        self._prompt_pass = PromptPass(device, r, spec, matrices.PromptMatrices(r, self._small, large, columns))
+        self._fold = GdnFold(device, r.gdn)
+        self._copy_pages = CopyPages(device, r.kv)
+        self._counts = Counts(device, r.counts, self.stream)
+        self._prompt_begin = RoundBegin(device, r.prompt_memory, r.counts)
+        self._prompt_sampler = Sampler(device, r.sampler_shape, r.prompt_sampler, r.prompt_memory, r.counts)
+        self._states = GdnStateLayout(r.gdn)
+        self._buffers = [RoundBuffers(device, r.round_memory.layout) for _ in range(MAX_ROUNDS_IN_FLIGHT + 1)]
+        self._prompt_buffers = RoundBuffers(device, r.prompt_memory.layout)
+        self._events = [device.event() for _ in self._buffers]
+        self._staging = Staging(device, 4 * max(4 * limits.prefill_chunk, 2 * limits.n_pages, 4 * limits.n_slots))
+        self._book = RoundBook(limits.n_slots)
+        self._snapshots: dict[int, tuple[Place, int]] = {}
+        self._snapshot_serials = count(1)
+        self._host_snapshots = [
+            device.allocate_host(self._states.state_bytes_per_slot) for _ in range(limits.host_snapshots)
+        ]
+        self._spans: list[tuple[Event, Event]] = []
+        self._n_spans = 0
+        device.synchronize()
+        self._graphs = GraphBook(device, self.stream)
+        self._graphs.record_all(
+            [(b, q) for b in range(1, limits.max_rows + 1) for q in range(1, limits.max_columns + 1)],
+            lambda shape, stream: self._round_pass.queue(stream, *shape),
+        )
+
+    # ---- slots -------------------------------------------------------------------------------
+    def length(self, slot: int) -> int:
+        self._check_slot_exists(slot)
+        self._book.resolve(wait=True)
+        return self._book.lanes[slot].length
+
+    def reset(self, slot: int) -> None:
+        self._check_slot(slot)
+        lane = self._book.lanes[slot]
+        lane.length = lane.pending_columns = 0
+        self.device.fill(self._state_address(slot), 0, self._states.state_bytes_per_slot, self.stream)
+        self._counts.reset(self.stream, slot)
+
+    def set_output_counts(self, slot: int, token_ids: Int32s) -> None:
+        self._check_slot(slot)
+        check_ids("token_ids", token_ids, self.model.spec.text.vocab_rows)
+        self._counts.reset(self.stream, slot)
+        for begin in range(0, len(token_ids), self.plan.limits.prefill_chunk):
+            part = np.ascontiguousarray(token_ids[begin : begin + self.plan.limits.prefill_chunk], np.int32)
+            self._send(self._regions.prompt.tokens, part)
+            self._counts.add_list(self.stream, slot, self._regions.prompt.tokens, len(part))
+
+    def snapshot(self, slot: int, place: Place = "device") -> StateSnapshot:
+        self._check_slot(slot)
+        limits = self.plan.limits
+        limit = limits.device_snapshots if place == "device" else limits.host_snapshots
+        taken = {index for other, index in self._snapshots.values() if other == place}
+        require(len(taken) < limit, f"{len(taken)} {place} snapshots are alive, the program was planned for {limit}")
+        index = next(i for i in range(limit) if i not in taken)
+        self._flush(slot)
+        n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
+        if place == "device":
+            self.device.copy(self._regions.snapshots + index * n_bytes, state, n_bytes, self.stream)
+        else:
+            self.device.download(state, self._host_snapshots[index], self.stream)
+        saved = StateSnapshot(next(self._snapshot_serials), self._book.lanes[slot].length, place)
+        self._snapshots[saved.serial] = (place, index)
+        return saved
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        self._check_slot(slot)
+        place, index = self._saved(snapshot)
+        n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
+        if place == "device":
+            self.device.copy(state, self._regions.snapshots + index * n_bytes, n_bytes, self.stream)
+        else:
+            self.device.upload(state, self._host_snapshots[index], self.stream)
+        self._counts.reset(self.stream, slot)
+        lane = self._book.lanes[slot]
+        lane.length, lane.pending_columns = snapshot.n_tokens, 0
+
+    def release(self, snapshot: StateSnapshot) -> None:
+        self._saved(snapshot)
+        del self._snapshots[snapshot.serial]
+
+    # ---- keys and values ---------------------------------------------------------------------
+    def copy_pages(self, sources: Int32s, targets: Int32s) -> None:
+        require(sources.shape == targets.shape, f"{sources.shape} sources for {targets.shape} targets")
+        check_ids("sources", sources, self.plan.limits.n_pages)
+        check_ids("targets", targets, self.plan.limits.n_pages)
+        if len(sources):
+            pairs = np.ascontiguousarray(np.stack([sources, targets], axis=1), np.int32)
+            self._send(self._regions.page_pairs, pairs)
+            self._copy_pages.launch(
+                self.stream, pool=self._regions.kv_pool, pairs=self._regions.page_pairs, n_pairs=len(pairs)
+            )
+
+    # ---- prompts -----------------------------------------------------------------------------
+    def prefill(self, chunk: PrefillChunk) -> PrefillResult:
+        slot, n_tokens, spec = chunk.slot, len(chunk.token_ids), self.model.spec
+        self._check_slot(slot)
+        lane = self._book.lanes[slot]
+        check_prefill(chunk, lane.length, self.plan.limits, spec)
+        if chunk.logits_mask is not None:
+            self._check_masks(chunk.logits_mask)
+        self._flush(slot)
+        self._send_prompt(chunk)
+        self._prompt_pass.queue(self.stream, slot, chunk.start, n_tokens, has_own_rows=chunk.embeddings is not None)
+        lane.length += n_tokens
+        hidden = None
+        if chunk.want_hidden:
+            self._prompt_pass.hidden(self.stream, n_tokens, self._regions.prompt.own_rows)
+            hidden = np.empty((n_tokens, spec.text.hidden), np.float32)
+            self.device.download(self._regions.prompt.own_rows, hidden, self.stream)
+        n_wanted = {"none": 0, "last": 1, "all": n_tokens}[chunk.logits]
+        logits = self._prompt_logits(n_tokens, n_wanted)
+        is_finite = bool(np.isfinite(logits[:, : spec.n_addressable]).all())
+        token_id = logprobs = None
+        if chunk.sampling is not None:
+            if n_wanted == 0:
+                self._prompt_pass.logits(self.stream, range(n_tokens - 1, n_tokens))
+            last = self._regions.activations.logits + _FLOAT * self._last_logits_row(n_wanted) * self._logits_stride
+            token_id, logprobs = self._draw(chunk, last)
+            is_finite = is_finite and token_id is not None
+            if not is_finite:
+                token_id = logprobs = None
+            else:
+                self._counts.add_rows(self.stream, [slot], [[token_id or 0]])
+        return PrefillResult(token_id, logits, hidden, logprobs, is_finite)
+
+    # ---- rounds ------------------------------------------------------------------------------
+    def launch(self, round_: Round) -> Ticket:
+        previous = self._book.previous_of(round_)
+        limits, spec = self.plan.limits, self.model.spec
+        check_round(round_, limits, spec)
+        if previous is None:
+            self._book.resolve(wait=True)
+        record_buffers = np.zeros(round_.n_rows, np.int32)
+        fold_columns, fold_buffers = np.zeros_like(record_buffers), np.zeros_like(record_buffers)
+        max_starts = round_.starts.copy()
+        for b, slot in enumerate(round_.slots.tolist()):
+            self._check_slot_exists(slot)
+            lane = self._book.lanes[slot]
+            if previous is None:
+                require(round_.budget[b] >= 1, f"row {b} has a budget of {round_.budget[b]}, expected at least 1")
+                fold_columns[b], fold_buffers[b], length = lane.pending_columns, lane.pending_buffer, lane.length
+            else:
+                fold_buffers[b] = previous.record_buffers[b]
+                max_starts[b] = self._earliest_following(previous, b)
+                length = int(max_starts[b])
+            record_buffers[b] = 1 - fold_buffers[b]
+            token_ids, pages = round_.token_ids[b, : round_.n_columns[b]], round_.pages[b]
+            check_row(b, token_ids, int(max_starts[b]), length, pages, limits, spec)
+        if round_.logits_mask is not None:
+            for b in range(round_.n_rows):
+                self._check_masks(round_.logits_mask[b, : round_.n_columns[b]])
+        index = self._book.free_buffer()
+        buffers, memory = self._buffers[index], self._regions.round_memory
+        buffers.pack(round_, fold_columns, fold_buffers, record_buffers)
+        if previous is not None:
+            self._book.commit_by_own_counts(previous)
+        for slot in round_.slots.tolist():
+            self._book.lanes[slot].pending_columns = 0
+        self.device.upload(memory.input, buffers.packed, self.stream)
+        if buffers.packed_masks.size:
+            self.device.upload(memory.masks, buffers.packed_masks, self.stream)
+        self._run_graph((round_.n_rows, round_.token_ids.shape[1]))
+        self.device.download(memory.result, buffers.result, self.stream)
+        extra = self._extras(round_)
+        self._events[index].record(self.stream)
+        launched = Launched(
+            serial=self._book.next_serial(),
+            round=round_,
+            buffer=index,
+            record_buffers=record_buffers,
+            max_starts=max_starts,
+            wait=lambda: self._finish(round_, index, extra),
+        )
+        return self._book.add(launched)
+
+    def read(self, ticket: Ticket) -> RoundResult:
+        return self._book.read(ticket)
+
+    def commit(self, ticket: Ticket, columns: Int32s | None = None) -> None:
+        launched = self._book.unsettled(ticket)
+        n_counted = self._book.commit(launched, columns)
+        result = launched.outcome()
+        tokens = [result.token_ids[b, :n].tolist() for b, n in enumerate(n_counted.tolist())]
+        self._counts.add_rows(self.stream, launched.round.slots.tolist(), tokens)
+
+    def rollback(self, ticket: Ticket) -> None:
+        self._book.roll_back(self._book.unsettled(ticket))
+
+    def close(self) -> None:
+        self.device.synchronize()
+        self._graphs.close()
+        self._arena.close()
+
+    # ---- hooks of the benchmarks ---------------------------------------------------------------
+    def bench_set_length(self, slot: int, n_tokens: int) -> None:
+        """Make the slot ``n_tokens`` long without a prompt; its state stays, its pages hold what they hold."""
+        self._check_slot(slot)
+        self._flush(slot)
+        self._book.lanes[slot].length = n_tokens
+
+    def bench_spans(self, n_rounds: int | None) -> list[tuple[float, float]]:
+        """Start timing up to ``n_rounds`` graph launches, or (None) end and return (start, end) seconds of each."""
+        if n_rounds is not None:
+            self._spans, self._n_spans = [], n_rounds
+            return []
+        self.device.synchronize(self.stream)
+        spans, self._spans, self._n_spans = self._spans, [], 0
+        if not spans:
+            return []
+        first = spans[0][0]
+        return [(begin.elapsed_ms(first) / 1e3, end.elapsed_ms(first) / 1e3) for begin, end in spans]
+
+    # ---- inside ------------------------------------------------------------------------------
+    @property
+    def _logits_stride(self) -> int:
+        return up(self.model.spec.text.vocab_rows, 4)
+
+    def _load(self, progress: Progress) -> LoadReport:
+        weights, artifact = self._regions.weights, self.model.artifact
+        uploads = [raw_upload(self.model, tensor) for tensor in weights.raw]
+        for matrix in weights.matrices:
+            begin = artifact.payload_offset + artifact.objects[matrix.name].offset
+            uploads += repack.uploads(self.device, matrix, begin)
+        return load(self.device, artifact.path, uploads, progress=progress)
+
+    def _clear(self) -> None:
+        """Zeros in everything but the weights (padding columns are never written), ones where sums change hands."""
+        r, device, stream = self._regions, self.device, self.stream
+        device.fill(r.work_begin, 0, r.work_end - r.work_begin, stream)
+        r.linear_small_workspace.clear(device, stream)
+        device.synchronize(stream)
+        device.upload(r.rope, rope_table(self.model.spec))
+
+    def _state_address(self, slot: int) -> int:
+        return self._regions.states + self._states.state_offset(slot)
+
+    def _check_slot_exists(self, slot: int) -> None:
+        check_slot(slot, self.plan.limits, ())
+
+    def _check_slot(self, slot: int) -> None:
+        self._book.resolve(wait=True)
+        check_slot(slot, self.plan.limits, self._book.busy_slots())
+
+    def _saved(self, snapshot: StateSnapshot) -> tuple[Place, int]:
+        require(snapshot.serial in self._snapshots, f"snapshot {snapshot.serial} was released or belongs elsewhere")
+        return self._snapshots[snapshot.serial]
+
+    def _check_masks(self, masks: Uint32s) -> None:
+        """Some addressable id is allowed in every column."""
+        n = self.model.spec.n_addressable
+        rows = masks.reshape(-1, masks.shape[-1])
+        allowed = rows[:, : n // 32].any(axis=1)
+        if n % 32:
+            allowed |= (rows[:, n // 32] & np.uint32((1 << n % 32) - 1)) != 0
+        if not allowed.all():
+            raise ContractError("the logits mask allows no addressable id; end the row before masking everything")
+
+    def _earliest_following(self, previous: Launched, b: int) -> int:
+        """The largest index at which a row can go on after a round that is not known yet."""
+        if previous.result is not None:
+            return int(previous.result.starts[b] + previous.result.columns[b])
+        return int(previous.max_starts[b] + previous.round.n_columns[b])
+
+    def _flush(self, slot: int) -> None:
+        """Fold the slot's pending record now."""
+        lane = self._book.lanes[slot]
+        if lane.pending_columns:
+            r = self._regions
+            self._send(r.fold_entries, fold_entries([(slot, lane.pending_columns, lane.pending_buffer)]))
+            self._fold.launch(self.stream, n_entries=1, entries=r.fold_entries, states=r.states, records=r.records)
+            lane.pending_columns = 0
+
+    def _send(self, pointer: int, array: Array) -> None:
+        self._staging.send(self.device, pointer, array, self.stream)
+
+    def _send_prompt(self, chunk: PrefillChunk) -> None:
+        r, n_tokens = self._regions.prompt, len(chunk.token_ids)
+        positions = chunk.positions
+        if positions is None:
+            index = np.arange(chunk.start, chunk.start + n_tokens, dtype=np.int32)
+            positions = np.tile(index, (3, 1))
+        self._send(r.tokens, chunk.token_ids)
+        self._send(r.positions, positions)
+        self._send(r.pages, chunk.pages[: self.plan.limits.pages_per_row])
+        if chunk.embeddings is not None:
+            own = np.full(n_tokens, -1, np.int32)
+            own[chunk.embeddings.indices] = np.arange(len(chunk.embeddings.indices), dtype=np.int32)
+            self._send(r.own_index, own)
+            self.device.upload(r.own_rows, np.ascontiguousarray(chunk.embeddings.rows), self.stream)
+
+    def _prompt_logits(self, n_tokens: int, n_wanted: int) -> Float32s:
+        """The last ``n_wanted`` rows, on the host."""
+        vocab_rows, step = self.model.spec.text.vocab_rows, head_rows(self.plan.limits)
+        out = np.empty((n_wanted, vocab_rows), np.float32)
+        for begin in range(0, n_wanted, step):
+            n_rows = min(step, n_wanted - begin)
+            first = n_tokens - n_wanted + begin
+            self._prompt_pass.logits(self.stream, range(first, first + n_rows))
+            out[begin : begin + n_rows] = self._download_logits(n_rows)
+        return out
+
+    def _last_logits_row(self, n_wanted: int) -> int:
+        return (n_wanted - 1) % head_rows(self.plan.limits) if n_wanted else 0
+
+    def _download_logits(self, n_rows: int) -> Float32s:
+        rows = np.empty((n_rows, self._logits_stride), np.float32)
+        self.device.download(self._regions.activations.logits, rows, self.stream)
+        return rows[:, : self.model.spec.text.vocab_rows]
+
+    def _draw(self, chunk: PrefillChunk, logits: int) -> tuple[int | None, Logprobs | None]:
+        memory, buffers = self._regions.prompt_memory, self._prompt_buffers
+        buffers.pack_prompt(chunk)
+        self.device.upload(memory.input, buffers.packed, self.stream)
+        if buffers.packed_masks.size:
+            self.device.upload(memory.masks, buffers.packed_masks, self.stream)
+        self._prompt_begin.launch(self.stream, 1, 1)
+        self._prompt_sampler.launch(self.stream, 1, 1, logits)
+        self.device.download(memory.result, buffers.result, self.stream)
+        self.stream.synchronize()
+        return buffers.unpack_prompt(chunk)
+
+    def _run_graph(self, shape: tuple[int, int]) -> None:
+        if len(self._spans) >= self._n_spans:
+            self._graphs.launch(shape, self.stream)
+            return
+        begin, end = self.device.event(timing=True), self.device.event(timing=True)
+        begin.record(self.stream)
+        self._graphs.launch(shape, self.stream)
+        end.record(self.stream)
+        self._spans.append((begin, end))
+
+    def _extras(self, round_: Round) -> Callable[[RoundResult], RoundResult]:
+        """Logits and hidden rows that were asked for; fetching them waits for the round."""
+        b, q = round_.token_ids.shape
+        logits = hidden = None
+        if round_.want_logits:
+            logits = self._download_logits(b * q).reshape(b, q, -1).copy()
+        if round_.want_hidden:
+            self._prompt_pass.hidden(self.stream, b * q, self._regions.prompt.own_rows)
+            hidden = np.empty((b, q, self.model.spec.text.hidden), np.float32)
+            self.device.download(self._regions.prompt.own_rows, hidden, self.stream)
+
+        def add(result: RoundResult) -> RoundResult:
+            evaluated = np.arange(q) < self._evaluated(round_, result)[:, None]
+            return replace(result, logits=_only(logits, evaluated), hidden=_only(hidden, evaluated))
+
+        return add
+
+    def _evaluated(self, round_: Round, result: RoundResult) -> Int32s:
+        frozen = np.array([status.name == "FROZEN" for status in result.status])
+        return np.where(frozen, 0, round_.n_columns).astype(np.int32)
+
+    def _finish(self, round_: Round, index: int, extra: Callable[[RoundResult], RoundResult]) -> RoundResult:
+        self._events[index].synchronize()
+        return extra(self._buffers[index].unpack(round_))
+
+
+def _only(values: Float32s | None, keep: NDArray[np.bool_]) -> Float32s | None:
+    """Zero where not evaluated."""
+    return None if values is None else np.where(keep[..., None], values, np.float32(0))
+
+
+class Staging:
+    """Pinned memory for small uploads; a send waits only when the ring has come round to a copy still under way."""
+
+    _N_SLOTS = 8
+
+    def __init__(self, device: Device, n_bytes: int) -> None:
+        self._slot_bytes = up(n_bytes, 256)
+        pinned = device.allocate_host(self._N_SLOTS * self._slot_bytes)
+        self._slots = [pinned[i * self._slot_bytes : (i + 1) * self._slot_bytes] for i in range(self._N_SLOTS)]
+        self._sent = [device.event() for _ in self._slots]
+        self._next = 0
+
+    def send(self, device: Device, pointer: int, array: Array, stream: Stream) -> None:
+        """Copy ``array`` to the device; it may be changed as soon as this returns."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        slot, sent = self._slots[self._next], self._sent[self._next]
+        sent.synchronize()
+        slot[: raw.size] = raw
+        device.upload(pointer, slot[: raw.size], stream)
+        sent.record(stream)
+        self._next = (self._next + 1) % self._N_SLOTS

@@ -1,0 +1,110 @@
+"""A chunk of prompt tokens of one slot through the layers, its state and pages updated in place."""
+
+from collections.abc import Sequence
+
+from ninfer_format.geometry import up
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.matrices import PromptMatrices
+from ninfer_runtime.backends.cuda.memory import Regions
+from ninfer_runtime.backends.cuda.ops import attention_prefill, copy_pages, gdn_prefill, rms_norm
+from ninfer_runtime.backends.cuda.ops.attention_prefill import AttentionPrefill
+from ninfer_runtime.backends.cuda.ops.embed import Embed
+from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
+from ninfer_runtime.backends.cuda.packing import activation_stride
+from ninfer_runtime.backends.cuda.round_pass import InputAddresses, gdn_inputs, gdn_weights
+from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors
+from ninfer_runtime.models.spec import ModelSpec
+
+_BF16, _FLOAT = 2, 4
+
+
+def specs(regions: Regions, spec: ModelSpec) -> list[KernelSpec]:
+    """Every variant beside the matrices'."""
+    return [
+        *attention_prefill.specs(regions.attention),
+        *gdn_prefill.specs(regions.gdn),
+        *rms_norm.specs(spec.text.hidden),
+        *copy_pages.specs(),
+    ]
+
+
+class PromptPass:
+    """Queues prompt chunks whose ids, positions and pages lie in ``Regions.prompt``."""
+
+    def __init__(self, device: Device, regions: Regions, spec: ModelSpec, matrices: PromptMatrices) -> None:
+        self._regions, self._spec, self._matrices = regions, spec, matrices
+        embedding = regions.weights.embedding
+        self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
+        self._norm = RmsNorm(device, spec.text.hidden, spec.norm_eps)
+        self._hidden = RmsNorm(device, spec.text.hidden, spec.norm_eps, "rounded")
+        self._attention = AttentionPrefill(device, regions.attention)
+        self._gdn = GdnPrefill(device, regions.gdn)
+        self._states = GdnStateLayout(regions.gdn)
+
+    def queue(self, stream: Stream, slot: int, start: int, n_tokens: int, *, has_own_rows: bool) -> None:
+        """All layers; afterwards ``x`` holds the residual stream of every token."""
+        r, a = self._regions, self._regions.activations
+        own = {"own_index": r.prompt.own_index, "own_rows": r.prompt.own_rows} if has_own_rows else {}
+        self._embed.launch(stream, n_tokens, r.prompt.tokens, a.x, **own)
+        n_attention = n_gdn = 0
+        for i, layer in enumerate(r.weights.layers):
+            self._norm.launch(stream, n_tokens, a.x, layer.input_norm.pointer, a.normed)
+            self._matrices.inputs(stream, i, n_tokens)
+            if isinstance(layer.mixer, GdnTensors):
+                self._gdn.launch(
+                    stream,
+                    n_tokens=n_tokens,
+                    slot=slot,
+                    inputs=gdn_inputs(layer.mixer.inputs, a.inputs, n_tokens),
+                    weights=gdn_weights(layer.mixer),
+                    state=self._states.layer(n_gdn, r.states, r.records),
+                    out=a.mixed,
+                    out_stride=activation_stride(layer.mixer.output.k),
+                    workspace=r.gdn_prefill_workspace,
+                )
+                n_gdn += 1
+            else:
+                self._attend(stream, layer.mixer, n_attention, start, n_tokens)
+                n_attention += 1
+            self._matrices.output(stream, i, n_tokens)
+            self._norm.launch(stream, n_tokens, a.x, layer.post_attention_norm.pointer, a.normed)
+            self._matrices.gate_up(stream, i, n_tokens)
+            self._matrices.down(stream, i, n_tokens)
+
+    def logits(self, stream: Stream, tokens: Sequence[int]) -> None:
+        """Logits of consecutive tokens of the last chunk: rows 0.. of ``logits``."""
+        r, a, text = self._regions, self._regions.activations, self._spec.text
+        x = a.x + _FLOAT * text.hidden * tokens[0]
+        self._norm.launch(stream, len(tokens), x, r.weights.final_norm.pointer, a.normed)
+        self._matrices.head(stream, len(tokens), a.normed, up(text.vocab_rows, 4))
+
+    def hidden(self, stream: Stream, n_tokens: int, out: int) -> None:
+        """float32 [n_tokens][hidden] at ``out``: hidden rows after the final norm, with values of bfloat16."""
+        self._hidden.launch(
+            stream, n_tokens, self._regions.activations.x, self._regions.weights.final_norm.pointer, out
+        )
+
+    def _attend(self, stream: Stream, tensors: AttentionTensors, layer: int, start: int, n_tokens: int) -> None:
+        r, a = self._regions, self._regions.activations
+        at = InputAddresses(tensors.inputs, a.inputs, n_tokens)
+        self._attention.launch(
+            stream,
+            n_tokens=n_tokens,
+            start=start,
+            positions=r.prompt.positions,
+            pages=r.prompt.pages,
+            qk=at.at("query"),
+            qk_stride=at.stride("query"),
+            gv=at.at("gate"),
+            gv_stride=at.stride("gate"),
+            q_norm=tensors.query_norm.pointer,
+            k_norm=tensors.key_norm.pointer,
+            rope=r.rope,
+            planes=r.kv.planes(r.kv_pool, layer),
+            out=a.mixed,
+            out_stride=activation_stride(tensors.output.k),
+            workspace=r.attention_prefill_workspace,
+        )

@@ -1,0 +1,160 @@
+"""One round of B rows × q columns as a sequence of launches, with fixed addresses: what a graph records.
+
+Rows are resolved on the device (``round_begin``), so the same recording serves every round of its shape. The residual
+stream is float32; norms are folded into the matrices: producers of x leave bf16(x · (1 + w)) and parts of Σ x², the
+next matrix divides its sums by the rms.
+"""
+
+from collections.abc import Mapping
+
+from ninfer_format.geometry import up
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.matrices import SmallMatrices, input_outputs
+from ninfer_runtime.backends.cuda.memory import Regions, input_offsets
+from ninfer_runtime.backends.cuda.ops import attention_decode, embed, gdn_decode, round_begin
+from ninfer_runtime.backends.cuda.ops.attention_decode import AttentionDecode
+from ninfer_runtime.backends.cuda.ops.embed import Embed
+from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnInputs, GdnLayerWeights
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.linear_small import Output, Residual, RmsScale
+from ninfer_runtime.backends.cuda.ops.round_begin import RoundBegin
+from ninfer_runtime.backends.cuda.ops.sampling import Sampler
+from ninfer_runtime.backends.cuda.packing import activation_stride
+from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors, InputMatrices
+from ninfer_runtime.models.spec import ModelSpec
+
+_BF16, _FLOAT = 2, 4
+
+
+def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpec]:
+    """Every variant beside the matrices'."""
+    return [
+        *round_begin.specs(),
+        *embed.specs(regions.weights.embedding.format, spec.text.hidden),
+        *gdn_decode.specs(regions.gdn),
+        *attention_decode.specs(regions.attention, max_columns),
+        *regions.sampler_shape.specs(),
+    ]
+
+
+class InputAddresses:
+    """Where the parts of a mixer's input projections lie for ``n_tokens`` tokens, and the strides of their rows."""
+
+    def __init__(self, of: InputMatrices, base: int, n_tokens: int) -> None:
+        self._of, self._base = of, base
+        self._offsets = input_offsets(of, n_tokens)
+
+    def at(self, part: str) -> int:
+        """Address of a part's first element."""
+        rows = self._of.at(part)
+        size = _FLOAT if part in ("a", "b") else _BF16
+        return self._base + self._offsets[rows.matrix] + size * rows.begin
+
+    def stride(self, part: str) -> int:
+        """Elements between a part's rows."""
+        return self._of.matrices[self._of.at(part).matrix].n_outputs
+
+
+def gdn_inputs(of: InputMatrices, base: int, n_tokens: int) -> GdnInputs:
+    """Query and key, value and z side by side, a and b."""
+    at = InputAddresses(of, base, n_tokens)
+    return GdnInputs(
+        qk=at.at("query"),
+        vz=at.at("value"),
+        a=at.at("a"),
+        b=at.at("b"),
+        qk_stride=at.stride("query"),
+        vz_stride=at.stride("value"),
+        gate_stride=at.stride("a"),
+    )
+
+
+def gdn_weights(tensors: GdnTensors) -> GdnLayerWeights:
+    """Addresses of a layer's small tensors."""
+    return GdnLayerWeights(
+        tensors.convolution.pointer, tensors.a_log.pointer, tensors.dt_bias.pointer, tensors.norm.pointer
+    )
+
+
+class RoundPass:
+    """Queues rounds. Made once; ``queue`` allocates nothing and may be captured."""
+
+    def __init__(self, device: Device, regions: Regions, spec: ModelSpec, small: SmallMatrices, n_columns: int) -> None:
+        """``n_columns``: the most columns per row, q."""
+        self._regions, self._spec, self._small = regions, spec, small
+        embedding = regions.weights.embedding
+        self._begin = RoundBegin(device, regions.round_memory, regions.counts)
+        self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
+        self._gdn = GdnDecode(device, regions.gdn)
+        self._attention: Mapping[int, AttentionDecode] = {
+            q: AttentionDecode(device, regions.attention, q) for q in range(1, n_columns + 1)
+        }
+        self._sampler = Sampler(device, regions.sampler_shape, regions.sampler, regions.round_memory, regions.counts)
+        self._states = GdnStateLayout(regions.gdn)
+
+    def queue(self, stream: Stream, n_rows: int, n_columns: int) -> None:
+        """Everything between the packed input and the packed result."""
+        r, a, text = self._regions, self._regions.activations, self._spec.text
+        t, layers = n_rows * n_columns, self._regions.weights.layers
+        self._begin.launch(stream, n_rows, n_columns)
+        first_norm = layers[0].input_norm.pointer
+        self._embed.launch(stream, t, r.round_memory.tokens, a.x, norm_weight=first_norm, xn=a.normed, ss=a.ss)
+        n_parts = 1
+        n_attention = n_gdn = 0
+        for i, layer in enumerate(layers):
+            small = self._small.layers[i]
+            outputs = input_outputs(layer.mixer.inputs, a.inputs, t)
+            small.inputs.launch(stream, t, a.normed, self._rms(n_parts), outputs)
+            if isinstance(layer.mixer, GdnTensors):
+                self._gdn.launch(
+                    stream,
+                    n_rows=n_rows,
+                    n_columns=n_columns,
+                    rows=r.round_memory.rows,
+                    inputs=gdn_inputs(layer.mixer.inputs, a.inputs, t),
+                    weights=gdn_weights(layer.mixer),
+                    state=self._states.layer(n_gdn, r.states, r.records),
+                    out=a.mixed,
+                    out_stride=activation_stride(layer.mixer.output.k),
+                )
+                n_gdn += 1
+            else:
+                self._attend(stream, layer.mixer, n_attention, n_rows, n_columns)
+                n_attention += 1
+            following = layers[i + 1].input_norm if i + 1 < len(layers) else r.weights.final_norm
+            post_norm = layer.post_attention_norm.pointer
+            small.output.launch(stream, t, a.mixed, residual=Residual(a.x, a.ss, a.normed, post_norm))
+            n_parts = small.output.ss_parts
+            ffn = Output(a.ffn, stride=activation_stride(layer.down.k))
+            small.gate_up.launch(stream, t, a.normed, self._rms(n_parts), (ffn,))
+            small.down.launch(stream, t, a.ffn, residual=Residual(a.x, a.ss, a.normed, following.pointer))
+            n_parts = small.down.ss_parts
+        logits = Output(a.logits, is_float=True, stride=up(text.vocab_rows, 4))
+        self._small.head.launch(stream, t, a.normed, self._rms(n_parts), (logits,))
+        self._sampler.launch(stream, n_rows, n_columns, a.logits)
+
+    def _rms(self, n_parts: int) -> RmsScale:
+        return RmsScale(self._regions.activations.ss, n_parts, self._spec.text.hidden, self._spec.norm_eps)
+
+    def _attend(self, stream: Stream, tensors: AttentionTensors, layer: int, n_rows: int, q: int) -> None:
+        r, a = self._regions, self._regions.activations
+        at = InputAddresses(tensors.inputs, a.inputs, n_rows * q)
+        self._attention[q].launch(
+            stream,
+            n_rows=n_rows,
+            rows=r.round_memory.rows,
+            page_table=r.round_memory.pages,
+            pages_per_row=r.round_memory.layout.pages_per_row,
+            qk=at.at("query"),
+            qk_stride=at.stride("query"),
+            gv=at.at("gate"),
+            gv_stride=at.stride("gate"),
+            q_norm=tensors.query_norm.pointer,
+            k_norm=tensors.key_norm.pointer,
+            rope=r.rope,
+            planes=r.kv.planes(r.kv_pool, layer),
+            out=a.mixed,
+            out_stride=activation_stride(tensors.output.k),
+            workspace=r.attention_workspace,
+        )
