@@ -110,7 +110,10 @@ class Device(Protocol):
         """Give back what ``allocate`` returned, once all work that uses it has ended."""
 
     def allocate_host(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Pinned host memory, which copies asynchronously; it lives as long as the device object. DeviceMemoryError."""
+        """Pinned host memory, which copies asynchronously; it lives as long as the device object. DeviceMemoryError.
+
+        The one call that any thread may make.
+        """
 
     def free_host(self, array: NDArray[np.uint8]) -> None:
         """Give back what ``allocate_host`` returned, before that; no copy of it may be running, no view be used."""

@@ -260,6 +260,7 @@ class CudaDevice:
 
     def allocate_host(self, n_bytes: int) -> NDArray[np.uint8]:
         """See ``device.Device``."""
+        self.activate()
         try:
             address = int(self._calls.call("pinning memory", "cuMemHostAlloc", max(1, n_bytes), 0))
         except DeviceMemoryError:
@@ -293,7 +294,8 @@ class CudaDevice:
             stream.synchronize()
 
     def _is_pinned(self, address: int, n_bytes: int) -> bool:
-        return any(base <= address and address + n_bytes <= base + size for base, size in self._pinned.items())
+        known = tuple(self._pinned.items())  # at once: readers of a load add to it from their threads
+        return any(base <= address and address + n_bytes <= base + size for base, size in known)
 
     def _transfer(self, what: str, name: str, target: int, source: int, host: Array, stream: Stream | None) -> None:
         if not host.flags.c_contiguous:

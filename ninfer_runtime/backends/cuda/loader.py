@@ -3,6 +3,10 @@
 Reader threads fill a ring of pinned buffers; one stream copies them into a ring of staging memory (or straight to their
 place); a second stream turns what is complete into its packed form. An ``Upload`` says which file bytes go where, and
 what to run once they have arrived; who plans the uploads knows formats, this file knows only bytes.
+
+Measured on an H200 with 16 cores, 6 GiB in the page cache and a link of 54 GB/s: 16 threads that ``pread`` 4 MiB at a
+time keep the link busy; through a map the page tables cost a third of the rate. Pinning runs at 2.6 GB/s there, so the
+ring is small, and each of its buffers is pinned by the thread that fills it first.
 """
 
 import time
@@ -17,16 +21,17 @@ from numpy.typing import NDArray
 
 from ninfer_format.errors import StorageError
 from ninfer_format.geometry import up
-from ninfer_format.hashing import Progress, available_cores, read_exactly, silent
+from ninfer_format.hashing import Advance, Progress, available_cores, read_exactly, silent
 from ninfer_format.reader import open_regular
 from ninfer_runtime.backends.cuda.device import Device, DeviceMemoryError, Event, Stream
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 MAX_STAGING_BYTES = 64 << 20
 """What one upload should stage at most; larger ones work, and take as much device memory during the load."""
 
 _MAX_READERS = 16
-_COPY_LAG = 4  # copies still queued when a buffer is filled again: the copy engine never waits for the host
+_COPY_LAG = 6  # copies still queued when a buffer is filled again: the copy engine never waits for the host
+_SPARE_BUFFERS = 2  # read, and not yet queued
 _N_STAGING = 3
 _STAGING_ALIGNMENT = 256
 
@@ -167,10 +172,30 @@ class _Finisher:
             self._slot[1].record(self._repacks)
 
 
-def _read(descriptor: int, parts: Sequence[_Part], buffer: NDArray[np.uint8]) -> None:
-    whole = memoryview(buffer.data)
-    for part in parts:
-        read_exactly(descriptor, whole[part.at : part.at + part.n_bytes], part.begin)
+class _Ring:
+    """Pinned buffers, made when they are first filled."""
+
+    def __init__(self, device: Device, n_buffers: int, buffer_bytes: int) -> None:
+        self._device = device
+        self._bytes = buffer_bytes
+        self._buffers: list[NDArray[np.uint8] | None] = [None] * n_buffers
+        self.copied = [device.event() for _ in range(n_buffers)]
+
+    def fill(self, index: int, descriptor: int, parts: Sequence[_Part]) -> NDArray[np.uint8]:
+        """Read ``parts`` into buffer ``index``; called by the reader threads, by one at a time for each buffer."""
+        buffer = self._buffers[index]
+        if buffer is None:
+            buffer = self._buffers[index] = self._device.allocate_host(self._bytes)
+        whole = memoryview(buffer.data)
+        for part in parts:
+            read_exactly(descriptor, whole[part.at : part.at + part.n_bytes], part.begin)
+        return buffer
+
+    def close(self) -> None:
+        """Give the buffers back; no copy of them may be running."""
+        for buffer in self._buffers:
+            if buffer is not None:
+                self._device.free_host(buffer)
 
 
 def load(
@@ -191,47 +216,48 @@ def load(
     uploads = [upload for upload in uploads if upload.n_bytes]
     n_bytes = sum(upload.n_bytes for upload in uploads)
     chunk_bytes = up(min(chunk_bytes, max(n_bytes, 1)), _STAGING_ALIGNMENT)
-    readers = readers or min(available_cores(), _MAX_READERS)
     chunks = list(_chunks(uploads, chunk_bytes))
-    n_buffers = min(2 * readers + _COPY_LAG, len(chunks) + _COPY_LAG)
+    readers = min(readers or min(available_cores(), _MAX_READERS), max(1, len(chunks)))
     staging_bytes = up(max((upload.staging_bytes for upload in uploads), default=0), _STAGING_ALIGNMENT)
     try:
         staging = _Staging(device, staging_bytes)
     except DeviceMemoryError as error:
         raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
-    pinned = device.allocate_host(n_buffers * chunk_bytes)
-    buffers = [pinned[i * chunk_bytes : (i + 1) * chunk_bytes] for i in range(n_buffers)]
-    reading = 0.0
+    ring = _Ring(device, readers + _COPY_LAG + _SPARE_BUFFERS, chunk_bytes)
     try:
-        with (
-            open_regular(path) as stream,
-            progress(n_bytes, "loading") as advance,
-            ThreadPoolExecutor(readers) as pool,
-        ):
-            finisher = _Finisher(device, uploads, staging)
-            copied = [device.event() for _ in buffers]
-            waiting: deque[Future[None]] = deque()
-            submitted = 0
-            try:
-                for number, parts in enumerate(chunks):
-                    while submitted < min(len(chunks), number + n_buffers - _COPY_LAG):
-                        buffer = submitted % n_buffers
-                        copied[buffer].synchronize()
-                        waiting.append(pool.submit(_read, stream.fileno(), chunks[submitted], buffers[buffer]))
-                        submitted += 1
-                    before = time.perf_counter()
-                    waiting.popleft().result()
-                    reading += time.perf_counter() - before
-                    finisher.queue(parts, buffers[number % n_buffers], copied[number % n_buffers])
-                    advance(sum(part.n_bytes for part in parts))
-            finally:
-                for future in waiting:
-                    future.cancel()
-                device.synchronize()
+        with open_regular(path) as stream, progress(n_bytes, "loading") as advance:
+            reading = _run(chunks, stream.fileno(), _Finisher(device, uploads, staging), ring, readers, advance)
+        device.synchronize()
+        return LoadReport(n_bytes, time.perf_counter() - started, reading)
     except StorageError as error:
         raise StorageError(f"{path}: {error}; copy or download it again") from None
     finally:
+        device.synchronize()
         staging.close()
-        del buffers
-        device.free_host(pinned)
-    return LoadReport(n_bytes, time.perf_counter() - started, reading)
+        ring.close()
+
+
+def _run(
+    chunks: Sequence[Sequence[_Part]], descriptor: int, finisher: _Finisher, ring: _Ring, readers: int, advance: Advance
+) -> float:
+    """Read, copy and finish all chunks in order; seconds that the copies waited for readers."""
+    n_buffers = len(ring.copied)
+    waiting: deque[Future[NDArray[np.uint8]]] = deque()
+    submitted, reading = 0, 0.0
+    with ThreadPoolExecutor(readers) as pool:
+        try:
+            for number, parts in enumerate(chunks):
+                while submitted < min(len(chunks), number + n_buffers - _COPY_LAG):
+                    index = submitted % n_buffers
+                    ring.copied[index].synchronize()
+                    waiting.append(pool.submit(ring.fill, index, descriptor, chunks[submitted]))
+                    submitted += 1
+                before = time.perf_counter()
+                buffer = waiting.popleft().result()
+                reading += time.perf_counter() - before
+                finisher.queue(parts, buffer, ring.copied[number % n_buffers])
+                advance(sum(part.n_bytes for part in parts))
+        finally:
+            for future in waiting:
+                future.cancel()
+    return reading
