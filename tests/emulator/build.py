@@ -15,13 +15,22 @@ from ninfer_format.hashing import available_cores
 from ninfer_runtime.backends.cuda.compiler import INCLUDE_FOLDER, KERNEL_FOLDER, KernelSpec, Sources
 
 HERE = Path(__file__).parent
-_EMULATOR_HEADERS = ("cuda_emulator.hpp", "cuda_language.hpp", "ptx_emulated.hpp")
+_EMULATOR_HEADERS = ("cuda_emulator.hpp", "cuda_language.hpp", "ptx_emulated.hpp", "watch.hpp")
 _COMPILERS = ("c++", "g++", "clang++")
 # As NVRTC does, a*b + c becomes one fma, where the CPU has it; nothing else is reordered.
 _OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=fast", "-fwrapv", "-fno-strict-aliasing")
 _LEAN = ("-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden", "-DNINFER_EMULATOR")
 _X86 = ("-march=native", "-mno-red-zone", "-fcf-protection=none")
 _OTHER = ("-mcpu=native",)
+# A call in front of every access of the kernel's; nothing about the stack or globals.
+_WATCH = (
+    "-DEMULATOR_WATCH",
+    "-fsanitize=kernel-address",
+    "--param=asan-stack=0",
+    "--param=asan-globals=0",
+    "--param=asan-instrument-allocas=0",
+    "--param=asan-instrumentation-with-call-threshold=0",
+)
 
 
 class EmulatorBuildError(Exception):
@@ -72,8 +81,9 @@ def cache_folder() -> Path:
 class Builder:
     """Builds specs whose sources lie in one of ``folders``, in that order; safe to call from several threads."""
 
-    def __init__(self, folders: Sequence[Path] = (KERNEL_FOLDER, HERE)) -> None:
+    def __init__(self, folders: Sequence[Path] = (KERNEL_FOLDER, HERE), *, watch: bool = False) -> None:
         self._folders = tuple(folders)
+        self._options = (*_options(), *_WATCH) if watch else _options()
 
     def _source(self, spec: KernelSpec) -> Path:
         for folder in self._folders:
@@ -90,7 +100,7 @@ class Builder:
         digest = hashlib.sha256()
         texts = [sources.text(spec.source) or "", *sources.headers(spec.source).values()]
         texts += [(HERE / name).read_text(encoding="utf-8") for name in _EMULATOR_HEADERS]
-        for part in (_machine(), *_options(), *defines, spec.name, *texts):
+        for part in (_machine(), *self._options, *defines, spec.name, *texts):
             digest.update(f"{len(part)}:{part}".encode())
         target = cache_folder() / f"{spec.name}-{digest.hexdigest()[:32]}.so"
         if not target.exists():
@@ -106,7 +116,7 @@ class Builder:
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             made = Path(folder) / "kernel.so"
             folders = (f"-I{HERE}", f"-I{INCLUDE_FOLDER}", f"-I{source.parent}")
-            command = [compiler(), *_options(), *defines, *folders, "-x", "c++", "-", "-o", str(made)]
+            command = [compiler(), *self._options, *defines, *folders, "-x", "c++", "-", "-o", str(made)]
             done = subprocess.run(command, input=unit, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise EmulatorBuildError(f"kernel {spec.variant} is no valid C++ here:\n{done.stderr[:4000]}")

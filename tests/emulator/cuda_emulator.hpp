@@ -153,6 +153,7 @@ struct Lane {
     int lane;
     Lane* next;
     Warp* warp;
+    bool waited;  // for the kernels ahead
     uint32_t copies_begin, copies_end, groups_begin, groups_end;
     uint32_t group_ends[MAX_GROUPS];
     Copy copies[MAX_COPIES];
@@ -162,11 +163,18 @@ struct Barrier {
     int arrived, expected;
 };
 
+// A range of device memory; marks: of reads, then of writes, one uint32 per 4 bytes.
+struct Region {
+    uint64_t start, end, marks;
+};
+
 // As ctypes sees it: device.py, _Launch.
 struct Launch {
     const void* params;
     const char* name;
     char* error;
+    const Region* regions;
+    uint64_t n_regions;
     uint64_t params_bytes;
     uint64_t error_bytes;
     uint64_t fault_address;
@@ -174,6 +182,10 @@ struct Launch {
     uint32_t threads;
     uint32_t shared_bytes;
     uint32_t cpu_seconds;
+    uint32_t pdl;
+    uint32_t serial;        // number of this launch
+    uint32_t first_serial;  // launches from this one on may still be running
+    uint32_t other_serial;
 };
 
 static Lane lanes[MAX_THREADS];
@@ -234,6 +246,12 @@ inline __attribute__((noinline, format(printf, 1, 2))) void fail(const char* for
     }
 }
 
+}  // namespace emulator
+
+#include "watch.hpp"
+
+namespace emulator {
+
 // ---- meetings
 
 typedef float Row __attribute__((vector_size(32)));
@@ -266,6 +284,7 @@ inline void finish_mma_s8(Slot& slot) {
 }
 
 inline void finish_ldmatrix(Slot& slot, int matrices, bool transposed) {
+    set_quiet(true);  // each lane has answered for its own row
     for (int m = 0; m < matrices; ++m) {
         for (int lane = 0; lane < LANES; ++lane) {
             int row = lane / 4, column = 2 * (lane % 4);
@@ -278,6 +297,7 @@ inline void finish_ldmatrix(Slot& slot, int matrices, bool transposed) {
             }
         }
     }
+    set_quiet(false);
 }
 
 inline void count_at_barrier(int id, int n_threads) {
@@ -286,8 +306,10 @@ inline void count_at_barrier(int id, int n_threads) {
         fail("barrier %d is for %d threads here and for %d elsewhere", id, n_threads, barrier.expected);
     barrier.expected = n_threads;
     barrier.arrived += LANES;
+    watch_arrival(id, static_cast<int>(current->warp - warps));
     if (barrier.arrived < barrier.expected) return;
     barrier.arrived = 0;
+    watch_release(id);
     for (Warp& warp : warps)
         if (warp.state == WarpState::WAITING && warp.barrier == id) warp.state = WarpState::RUNNABLE;
 }
@@ -345,6 +367,7 @@ inline __attribute__((noinline)) void meet(uint32_t meeting, Slot& slot) {
     if (++warp.arrived == LANES) {
         warp.arrived = 0;
         warp.parity ^= 1;
+        watch_meeting(static_cast<int>(&warp - warps));
         finish(meeting, warp, slot);
         return;
     }
@@ -379,7 +402,10 @@ inline void queue_copy(void* target, const void* source, int bytes, bool valid) 
     Lane& lane = *current;
     if (lane.copies_end - lane.copies_begin == MAX_COPIES) fail("more than %d cp.async wait to be completed", MAX_COPIES);
     lane.copies[lane.copies_end++ % MAX_COPIES] = {target, valid ? source : nullptr, bytes};
+    set_quiet(true);
     memset(target, 0xff, bytes);
+    set_quiet(false);
+    watch_copy_begin(target, valid ? source : nullptr, bytes);
 }
 
 inline void commit_copies() {
@@ -394,10 +420,13 @@ inline void wait_copies(uint32_t groups_left) {
         uint32_t end = lane.group_ends[lane.groups_begin++ % MAX_GROUPS];
         for (; lane.copies_begin != end; ++lane.copies_begin) {
             const Copy& copy = lane.copies[lane.copies_begin % MAX_COPIES];
+            set_quiet(true);
             if (copy.source != nullptr)
                 memcpy(copy.target, copy.source, copy.bytes);
             else
                 memset(copy.target, 0, copy.bytes);
+            set_quiet(false);
+            watch_copy_end(copy.target, copy.bytes);
         }
     }
 }
@@ -435,15 +464,26 @@ inline void describe_standstill(int n_warps) {
     fail("not every thread reaches the barrier (0 is __syncthreads): %s", text);
 }
 
+// A kernel that starts early and never waits could end before the kernels ahead of it, and so release those behind it.
+inline bool check_dependency(int n_warps) {
+    if (!launch->pdl) return true;
+    for (int i = 0; i < n_warps * LANES; ++i)
+        if (lanes[i].waited) return true;
+    fail("launched with pdl=True, and no thread of the block called grid_dependency_wait()");
+    return false;
+}
+
 inline bool run_block(int n_warps) {
     memset(dynamic_shared(), 0xff, dynamic_bytes());
     memset(__start_emulator_shared, 0xff, static_shared_bytes());
     memset(barriers, 0, sizeof barriers);
     polls = 0;
+    watch_block();
     for (int i = 0; i < n_warps; ++i) {
         warps[i].state = WarpState::RUNNABLE;
         for (int lane = 0; lane < LANES; ++lane) {
             Lane& each = lanes[i * LANES + lane];
+            each.waited = false;
             each.copies_begin = each.copies_end = each.groups_begin = each.groups_end = 0;
         }
     }
@@ -460,7 +500,7 @@ inline bool run_block(int n_warps) {
             }
             done = done && warp.state == WarpState::DONE;
         }
-        if (done) return true;
+        if (done) return check_dependency(n_warps);
         if (!moved) {
             describe_standstill(n_warps);
             return false;

@@ -16,12 +16,15 @@ Code that takes a ``Device`` (ops, a whole program) gets the ``EmulatedDevice`` 
    barriers, blocks from the last to the first; a missing ``warp_sync`` or ``__syncthreads`` shows as poison;
  - poison is 0xFF: NaN as a float, -1 as an integer. Shared memory holds it at the start of every block, new
    allocations until they are written, and targets of ``cp_async_*`` until the ``cp_async_wait`` that completes them.
+``EmulatedDevice(watch=True)``, or NINFER_WATCH=1 for a whole run of tests, looks at every access: races in shared
+memory (also with an unfinished cp.async), and what earlier kernels touch in front of ``grid_dependency_wait()``.
 ``EmulatedDevice(lazy=True)`` leaves queued work undone until something waits for it: forgotten waits become visible.
 A block is one row of threads (``threads``, a multiple of 32); no clusters, no float atomics, no textures.
 fp32 results: fma where NVRTC contracts, mma sums products in order of k in fp32; expf and friends are the C library's.
 """
 
 import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -60,6 +63,8 @@ class _Launch(ctypes.Structure):
         ("params", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
         ("error", ctypes.c_void_p),
+        ("regions", ctypes.c_void_p),
+        ("n_regions", ctypes.c_uint64),
         ("params_bytes", ctypes.c_uint64),
         ("error_bytes", ctypes.c_uint64),
         ("fault_address", ctypes.c_uint64),
@@ -67,7 +72,35 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
         ("cpu_seconds", ctypes.c_uint32),
+        ("pdl", ctypes.c_uint32),
+        ("serial", ctypes.c_uint32),
+        ("first_serial", ctypes.c_uint32),
+        ("other_serial", ctypes.c_uint32),
     )
+
+
+class Running:
+    """Launches that a card might not have ended yet: those behind the last wait, copy, or launch without pdl."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._first = 1
+
+    def begin(self, variant: str, pdl: bool) -> tuple[int, int]:
+        """Number of a new launch, and the lowest number of those that may still run beside it."""
+        if not pdl:
+            self.end_all()
+        self._names.append(variant)
+        return self._first + len(self._names) - 1, self._first
+
+    def end_all(self) -> None:
+        """Everything launched so far has ended."""
+        self._first += len(self._names)
+        self._names.clear()
+
+    def name(self, number: int) -> str:
+        """Variant of a launch that may still run."""
+        return self._names[number - self._first]
 
 
 class EmulatedStream:
@@ -100,6 +133,7 @@ class EmulatedStream:
         """Do everything that is queued."""
         self.refuse_while_recording("synchronize")
         self.run_until(self.n_queued)
+        self._device.running.end_all()
         self._device.memory.check()
 
     def wait(self, event: Event) -> None:
@@ -212,14 +246,17 @@ class EmulatedKernel:
         if n_bytes > _MAX_PARAMS_BYTES:
             raise DeviceError(f"kernel {variant}: {n_bytes} bytes of parameters, at most {_MAX_PARAMS_BYTES}")
         copied = ctypes.create_string_buffer(ctypes.string_at(ctypes.addressof(params), n_bytes), n_bytes)
-        stream.queue(lambda: self._launch(grid, copied))
+        stream.queue(lambda: self._launch(grid, copied, pdl))
 
-    def _launch(self, grid: Grid, params: ctypes.Array[ctypes.c_char]) -> None:
+    def _launch(self, grid: Grid, params: ctypes.Array[ctypes.c_char], pdl: bool) -> None:
         spec = self._spec
         error = ctypes.create_string_buffer(_ERROR_BYTES)
+        regions = self._device.memory.regions()
+        serial, first = self._device.running.begin(spec.variant, pdl)
         request = _Launch(
-            ctypes.addressof(params), spec.variant.encode(), ctypes.addressof(error), ctypes.sizeof(params),
-            _ERROR_BYTES, 0, grid, spec.threads, spec.shared_bytes, self._device.cpu_seconds,
+            ctypes.addressof(params), spec.variant.encode(), ctypes.addressof(error), ctypes.addressof(regions),
+            len(regions), ctypes.sizeof(params), _ERROR_BYTES, 0, grid, spec.threads, spec.shared_bytes,
+            self._device.cpu_seconds, pdl, serial, first, 0,
         )  # fmt: skip
         began = time.perf_counter()
         with _ONE_LAUNCH:
@@ -228,6 +265,8 @@ class EmulatedKernel:
         self.n_launches += 1
         if failed:
             message = error.value.decode(errors="replace")
+            if request.other_serial:
+                message += f" ({self._device.running.name(request.other_serial)})"
             if request.fault_address:
                 message += f", {self._device.memory.describe(request.fault_address)}"
             raise KernelError(message)
@@ -247,17 +286,24 @@ class EmulatedDevice:
         arch: str = "sm_90a",
         total_bytes: int = 4 << 30,
         lazy: bool = False,
+        watch: bool | None = None,
         folders: Sequence[Path] = (KERNEL_FOLDER, HERE),
         cpu_seconds: int = 120,
     ) -> None:
-        """``folders`` are searched for kernel sources; a launch that uses more than ``cpu_seconds`` is ended."""
+        """``folders`` are searched for kernel sources; a launch that uses more than ``cpu_seconds`` is ended.
+
+        ``watch`` looks at every access (default: whether the environment has ``NINFER_WATCH=1``).
+        """
+        if watch is None:
+            watch = os.environ.get("NINFER_WATCH") == "1"
         self.arch = arch
         self.n_sms = n_sms
         self.total_bytes = total_bytes
         self.lazy = lazy
         self.cpu_seconds = cpu_seconds
-        self.memory = Memory(total_bytes)
-        self._builder = Builder(folders)
+        self.memory = Memory(total_bytes, marked=watch)
+        self.running = Running()
+        self._builder = Builder(folders, watch=watch)
         self._kernels: dict[KernelSpec, EmulatedKernel] = {}
         self._streams: list[EmulatedStream] = []
         self._pinned: list[NDArray[np.uint8]] = []
@@ -333,14 +379,14 @@ class EmulatedDevice:
     def upload(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
         """Host to device."""
         host = self._bytes(array)
-        self._transfer("an upload", pointer, host, stream, lambda: np.copyto(view(pointer, host.size), host))
+        self._transfer("an upload", pointer, host, stream, lambda: self._copy(view(pointer, host.size), host))
 
     def download(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
         """Device to host."""
         host = self._bytes(array)
         if not array.flags.writeable:
             raise DeviceError("a download into an array that cannot be written")
-        self._transfer("a download", pointer, host, stream, lambda: np.copyto(host, view(pointer, host.size)))
+        self._transfer("a download", pointer, host, stream, lambda: self._copy(host, view(pointer, host.size)))
 
     def _transfer(self, what: str, pointer: int, host: NDArray[np.uint8], stream: Stream | None, work: Work) -> None:
         if host.size == 0:
@@ -367,7 +413,11 @@ class EmulatedDevice:
         self.memory.check_range(target, n_bytes, "a copy to the range")
         if abs(target - source) < n_bytes:
             raise DeviceError(f"a copy of {n_bytes} bytes from {source:#x} to {target:#x}: the ranges overlap")
-        stream.queue(lambda: np.copyto(view(target, n_bytes), view(source, n_bytes)))
+        stream.queue(lambda: self._copy(view(target, n_bytes), view(source, n_bytes)))
+
+    def _copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8] | int) -> None:
+        self.running.end_all()
+        target[:] = source
 
     def fill(self, pointer: int, byte: int, n_bytes: int, stream: Stream) -> None:
         """Set bytes."""
@@ -377,7 +427,7 @@ class EmulatedDevice:
         if n_bytes == 0:
             return
         self.memory.check_range(pointer, n_bytes, "a fill")
-        stream.queue(lambda: view(pointer, n_bytes).fill(byte))
+        stream.queue(lambda: self._copy(view(pointer, n_bytes), byte))
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[Graph]:

@@ -28,19 +28,27 @@ def view(pointer: int, n_bytes: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(pointer))
 
 
+def _map(n_bytes: int) -> int:
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    base: int | None = _libc.mmap(None, n_bytes, access, flags, -1, 0)
+    if base is None or base == _MAP_FAILED:
+        raise DeviceMemoryError(f"the emulator could not map {n_bytes} bytes of host memory")
+    return base
+
+
 class _Block:
     """One allocation: [untouchable page][guard bytes][n_bytes][guard bytes][untouchable page]."""
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, *, marked: bool) -> None:
         self.n_bytes = n_bytes
+        self.marks = 0
+        self._mark_bytes = 8 * -(-n_bytes // 4)
+        if marked:
+            self.marks = _map(self._mark_bytes)
         used = -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
         self._pages = max(1, -(-used // _PAGE)) * _PAGE
         self._mapped = self._pages + 2 * _PAGE
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        base = _libc.mmap(None, self._mapped, access, flags, -1, 0)
-        if base is None or base == _MAP_FAILED:
-            raise DeviceMemoryError(f"the emulator could not map {self._mapped} bytes of host memory")
-        self._base: int = base
+        self._base = base = _map(self._mapped)
         _libc.mprotect(base, _PAGE, _PROT_NONE)
         _libc.mprotect(base + _PAGE + self._pages, _PAGE, _PROT_NONE)
         self.pointer: int = base + _PAGE + self._pages - used
@@ -63,13 +71,23 @@ class _Block:
 
     def unmap(self) -> None:
         _libc.munmap(self._base, self._mapped)
+        if self.marks:
+            _libc.munmap(self.marks, self._mark_bytes)
+
+
+class Region(ctypes.Structure):
+    """``emulator::Region``: a range of device memory and the marks of its last reads and writes, if it is watched."""
+
+    _fields_ = (("start", ctypes.c_uint64), ("end", ctypes.c_uint64), ("marks", ctypes.c_uint64))
 
 
 class Memory:
     """All allocations of one device, up to ``total_bytes``."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, *, marked: bool = False) -> None:
+        """``marked`` gives every allocation room for a mark per access, as watching builds need it."""
         self.total_bytes = total_bytes
+        self._marked = marked
         self.used_bytes = 0
         self._blocks: dict[int, _Block] = {}
 
@@ -79,7 +97,7 @@ class Memory:
             raise DeviceError(f"cannot allocate {n_bytes} bytes")
         if n_bytes > (left := self.total_bytes - self.used_bytes):
             raise DeviceMemoryError(f"{n_bytes} bytes of device memory do not fit, {left} are left")
-        block = _Block(n_bytes)
+        block = _Block(n_bytes, marked=self._marked)
         self._blocks[block.pointer] = block
         self.used_bytes += n_bytes
         return block.pointer
@@ -93,6 +111,12 @@ class Memory:
             block.check()
         finally:
             block.unmap()
+
+    def regions(self) -> ctypes.Array[Region]:
+        """The allocations that carry marks."""
+        blocks = [block for block in self._blocks.values() if block.marks]
+        rows = [Region(block.pointer, block.pointer + block.n_bytes, block.marks) for block in blocks]
+        return (Region * len(rows))(*rows)
 
     def check(self) -> None:
         """DeviceError when any guard was written."""

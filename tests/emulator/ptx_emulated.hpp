@@ -212,6 +212,7 @@ DEVICE void load_matrices(Meeting kind, uint32_t (&r)[N], const void* shared) {
         emulator::fail("ldmatrix from %p: not a 16-byte aligned row in shared memory", shared);
     Slot& slot = emulator::open_slot();
     const int lane = emulator::current->lane;
+    if (lane < 8 * N) emulator::watch_read(shared, 16);
     slot.words[lane] = reinterpret_cast<uintptr_t>(shared);
     emulator::meet(kind, slot);
     for (int i = 0; i < N; ++i) r[i] = slot.results[lane][i];
@@ -282,7 +283,7 @@ DEVICE void cp_async_wait() {
 
 // ---- memory; one kernel runs at a time
 
-DEVICE void grid_dependency_wait() {}
+DEVICE void grid_dependency_wait() { emulator::current->waited = true; }
 
 DEVICE void grid_dependency_launch() {}
 

@@ -24,7 +24,7 @@ def spec_of(mistake: int) -> KernelSpec:
 
 
 def launch(device: EmulatedDevice, mistake: int, out: int, n: int = 0) -> None:
-    device.kernel(spec_of(mistake)).launch((1, 1, 1), MistakeParams(out, n), device.stream())
+    device.kernel(spec_of(mistake)).launch((1, 1, 1), MistakeParams(out, n), device.stream(), pdl=False)
 
 
 def test_the_emulator_is_a_device() -> None:
@@ -143,7 +143,7 @@ def test_a_capture_runs_nothing_and_its_graph_repeats_all_of_it() -> None:
         kernel = device.kernel(spec_of(0))
         params = MistakeParams(out, 0)
         with device.capture(stream) as graph:
-            kernel.launch((1, 1, 1), params, stream)
+            kernel.launch((1, 1, 1), params, stream, pdl=False)
             device.copy(copied, out, 4 * THREADS, stream)
             device.fill(out, 0, 4 * THREADS, stream)
             device.download(copied, pinned, stream)

@@ -47,7 +47,7 @@ def probe(
     )
     pointers = [device.put(array) for array in inputs] + [0] * (3 - len(inputs))
     result = device.allocate(4 * n_out) if out is None else device.put(out)
-    device.kernel(spec).launch((grid, 1, 1), ProbeParams(*pointers, result, n), device.stream())
+    device.kernel(spec).launch((grid, 1, 1), ProbeParams(*pointers, result, n), device.stream(), pdl=False)
     words: Words = device.get(result, np.uint32, n_out)
     for pointer in filter(None, (*pointers, result)):
         device.free(pointer)
