@@ -1,40 +1,27 @@
 """Every kernel variant that a model needs, and what each of them takes from an SM.
 
-``model_specs`` is the one list: a program compiles it before it starts, ``ninfer-run kernels`` and the tests compile it
-without a card. The register budget (``tuning/registers.json``) is what the variants took when it was recorded.
+``program_specs`` lists what a program prepares when it starts; ``ninfer-run kernels`` and the tests compile the same
+for models and cards that are not there. The register budget (``tuning/registers.json``) is what the variants took when
+it was recorded.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from ninfer_format.geometry import up
+from ninfer_runtime.backends.base import ProgramLimits, ProgramOptions
+from ninfer_runtime.backends.cuda import matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec
 from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.memory import lay_out, round_columns
 from ninfer_runtime.backends.cuda.nvrtc import nvrtc
-from ninfer_runtime.backends.cuda.ops import (
-    attention_decode,
-    attention_prefill,
-    copy_pages,
-    embed,
-    gdn_decode,
-    linear_large,
-    linear_small,
-    probes,
-    repack,
-    rms_norm,
-    round_begin,
-)
-from ninfer_runtime.backends.cuda.ops.attention import attention_geometry
-from ninfer_runtime.backends.cuda.ops.gdn_state import gdn_geometry
-from ninfer_runtime.backends.cuda.ops.kv_cache import KvFormat
-from ninfer_runtime.backends.cuda.ops.sampling import SamplerShape
-from ninfer_runtime.backends.cuda.packing import PackedMatrix
+from ninfer_runtime.backends.cuda.ops import probes, repack
+from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 from ninfer_runtime.backends.cuda.planned import CARDS, MODELS, planned_model
 from ninfer_runtime.backends.cuda.resources import (
     MAX_SHARED_PER_BLOCK,
@@ -44,95 +31,31 @@ from ninfer_runtime.backends.cuda.resources import (
     resources_of,
 )
 from ninfer_runtime.backends.cuda.sass import Loop, has_disassembler, main_loop
-from ninfer_runtime.backends.cuda.weights import DeviceWeights, plan_weights
-from ninfer_runtime.models.spec import ModelSpec
+from ninfer_runtime.config import KvDtype
+from ninfer_runtime.models.binder import BoundModel
 
-KV_FORMATS: tuple[KvFormat, ...] = ("int8", "bf16")
+KV_DTYPES: tuple[KvDtype, ...] = ("int8", "bf16")
+LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
+"""Of the planned programs: every number of rows and columns a round can have."""
 BUDGET_FILE = Path(__file__).parent / "tuning" / "registers.json"
 BUDGET_SCHEMA = "ninfer.registers/1"
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What the kernels of one program are chosen by."""
-
-    device: Device
-    weights: DeviceWeights
-    spec: ModelSpec
-    kv_formats: tuple[KvFormat, ...]
-
-
-Epilogue = str
-Launch = tuple[tuple[PackedMatrix, ...], Epilogue]
-
-
-def _launches(weights: DeviceWeights) -> Iterator[Launch]:
-    """Matrices and epilogue of every matrix launch of a layer, and of the head."""
-    for layer in weights.layers:
-        yield layer.mixer.inputs.matrices, "store"
-        yield (layer.mixer.output,), "residual"
-        yield (layer.gate_up,), "swiglu"
-        yield (layer.down,), "residual"
-    yield (weights.head,), "store"
-
-
-def _distinct_launches(weights: DeviceWeights) -> list[Launch]:
-    """One launch of each kind: layers repeat, and kernels are told apart by formats, not by shapes."""
-    kinds = {(tuple(m.format for m in matrices), epilogue): matrices for matrices, epilogue in _launches(weights)}
-    return [(matrices, epilogue) for (_, epilogue), matrices in kinds.items()]
-
-
-def _linear_small(needs: Needs) -> Iterable[KernelSpec]:
-    launches = _distinct_launches(needs.weights)
-    return chain.from_iterable(linear_small.specs(needs.device, *launch) for launch in launches)  # type: ignore[arg-type]
-
-
-def _linear_large(needs: Needs) -> Iterable[KernelSpec]:
-    launches = _distinct_launches(needs.weights)
-    named = ((matrices, linear_large.Epilogue[epilogue.upper()]) for matrices, epilogue in launches)
-    return chain.from_iterable(linear_large.specs(*launch) for launch in named)
-
-
-def _attention_decode(needs: Needs) -> Iterable[KernelSpec]:
-    geometries = (attention_geometry(needs.spec, format) for format in needs.kv_formats)
-    return chain.from_iterable(map(attention_decode.specs, geometries))
-
-
-def _attention_prefill(needs: Needs) -> Iterable[KernelSpec]:
-    geometries = (attention_geometry(needs.spec, format) for format in needs.kv_formats)
-    return chain.from_iterable(map(attention_prefill.specs, geometries))
-
-
-def _sampling(needs: Needs) -> Iterable[KernelSpec]:
-    return SamplerShape(needs.spec.n_addressable, up(needs.spec.text.vocab_rows, 4)).specs()
-
-
-def _gdn_decode(needs: Needs) -> Iterable[KernelSpec]:
-    return gdn_decode.specs(gdn_geometry(needs.spec.text, needs.spec.norm_eps))
-
-
-OPERATORS: Mapping[str, Callable[[Needs], Iterable[KernelSpec]]] = {
-    "linear_small": _linear_small,
-    "linear_large": _linear_large,
-    "attention_decode": _attention_decode,
-    "attention_prefill": _attention_prefill,
-    "copy_pages": lambda needs: copy_pages.specs(),
-    "gdn_decode": _gdn_decode,
-    "embed": lambda needs: embed.specs(needs.weights.embedding.format, needs.spec.text.hidden),
-    "repack": lambda needs: repack.specs({matrix.format for matrix in needs.weights.matrices}),
-    "rms_norm": lambda needs: rms_norm.specs(needs.spec.text.hidden),
-    "round_begin": lambda needs: round_begin.specs(),
-    "sampling": _sampling,
-}
-"""Modules of ``ops`` with kernels, and how each is asked for its variants."""
-
-MEASURING: Mapping[str, Callable[[], Iterable[KernelSpec]]] = {"probes": probes.specs}
-"""Modules of ``ops`` that measure a card and belong to no model."""
-
-
-def model_specs(needs: Needs) -> tuple[KernelSpec, ...]:
-    """All variants of a program. UnsupportedError for shapes that an operator does not have."""
-    return tuple(dict.fromkeys(chain.from_iterable(collect(needs) for collect in OPERATORS.values())))
+def program_specs(
+    model: BoundModel, device: Device, limits: ProgramLimits, options: ProgramOptions
+) -> tuple[KernelSpec, ...]:
+    """All variants of a program; only numbers are read from ``device``. UnsupportedError as ``memory.lay_out``."""
+    plan = ArenaPlan()
+    regions = lay_out(model, limits, options, device, plan)
+    small = matrices.SmallMatrices(device, plan, regions, round_columns(limits))
+    parts = (
+        small.specs,
+        matrices.large_specs(regions),
+        round_pass.specs(regions, model.spec, limits.max_columns),
+        prompt_pass.specs(regions, model.spec),
+        repack.specs({matrix.format for matrix in regions.weights.matrices}),
+    )
+    return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
 @cache
@@ -145,13 +68,11 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
     users: dict[KernelSpec, list[str]] = {}
     for name in MODELS:
         model = planned_model(name)
-        weights = plan_weights(model, ArenaPlan())
-        for card in cards:
-            for spec in model_specs(Needs(card.as_device(), weights, model.spec, KV_FORMATS)):
+        for card, dtype in product(cards, KV_DTYPES):
+            for spec in program_specs(model, card.as_device(), LIMITS, ProgramOptions(kv_dtype=dtype)):
                 users.setdefault(spec, []).append(name)
-    for collect in MEASURING.values():
-        for spec in collect():
-            users.setdefault(spec, [])
+    for spec in probes.specs():
+        users.setdefault(spec, [])
     return {spec: tuple(dict.fromkeys(names)) for spec, names in users.items()}
 
 

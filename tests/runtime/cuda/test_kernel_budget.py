@@ -6,28 +6,30 @@ records it anew after a kernel changed for a reason.
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
+from collections.abc import Iterable
 from dataclasses import replace
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-from ninfer_runtime.backends.cuda import ops
+from ninfer_runtime.backends.base import MemoryPlan, ProgramOptions
 from ninfer_runtime.backends.cuda.catalog import (
     BUDGET_FILE,
-    MEASURING,
-    OPERATORS,
+    LIMITS,
     KernelRow,
     budget_of,
     kernel_rows,
     planned_specs,
     problems_of,
+    program_specs,
     read_budget,
 )
+from ninfer_runtime.backends.cuda.compiler import KERNEL_FOLDER, KernelSpec
 from ninfer_runtime.backends.cuda.nvrtc import nvrtc
-from ninfer_runtime.backends.cuda.planned import MODELS, TARGETS
+from ninfer_runtime.backends.cuda.planned import CARDS, MODELS, TARGETS, Card, planned_model
+from ninfer_runtime.backends.cuda.program import CudaProgram
+from ninfer_runtime.config import KvDtype
 
 GOOD = KernelRow("good[]x128", "sm_120a", 128, 32, 0, 0, 1024, 4, ("tiny/w8",), ())
 
@@ -48,17 +50,44 @@ def test_budget_is_of_this_compiler() -> None:
     assert recorded == installed, "record the budget again: python scripts/record_registers.py"
 
 
-def test_catalog_asks_every_operator_that_has_kernels() -> None:
-    names = [module.name for module in pkgutil.iter_modules(ops.__path__)]
-    modules = {name: importlib.import_module(f"{ops.__name__}.{name}") for name in names}
-    with_kernels = {name for name, module in modules.items() if "KernelSpec" in vars(module)}
-    with_kernels -= {name for name, module in modules.items() if not _makes_specs(module)}
-    assert with_kernels == {*OPERATORS, *MEASURING}
+class Prepared(Exception):
+    """Ends the making of a program once it has said what it needs."""
 
 
-def _makes_specs(module: ModuleType) -> bool:
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return hasattr(module, "specs") or any(hasattr(value, "specs") for value in own)
+class Asking:
+    """A device that keeps what a program wants to have prepared."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._card, name)
+
+    def stream(self) -> object:
+        return object()
+
+    def allocate(self, n_bytes: int) -> int:
+        return 1 << 20
+
+    def prepare(self, specs: Iterable[KernelSpec]) -> None:
+        raise Prepared(frozenset(specs))
+
+
+@pytest.mark.parametrize("name, dtype", [("tiny/groupwise-int", "int8"), ("tiny/bf16", "bf16")])
+def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype) -> None:
+    model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
+    plan = MemoryPlan(LIMITS, options, *(1 << 36,) * 6)
+    device: Any = Asking(card)
+    with pytest.raises(Prepared) as prepared:
+        CudaProgram(model, plan, device)
+    listed = program_specs(model, card.as_device(), LIMITS, options)
+    assert prepared.value.args[0] == frozenset(listed)
+    assert set(listed) <= set(planned_specs(card.arch))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_no_kernel_is_left_out(arch: str) -> None:
+    assert {spec.source for spec in planned_specs(arch)} == {path.name for path in KERNEL_FOLDER.glob("*.cu")}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
