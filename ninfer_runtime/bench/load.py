@@ -1,10 +1,13 @@
 """Time of loading an artifact: from the page cache to a program that can run."""
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ninfer_runtime.bench.report import Result
 from ninfer_runtime.bench.running import BenchOptions, Room, Running, running
+
+if TYPE_CHECKING:
+    from ninfer_runtime.backends.cuda.loader import LoadReport
 
 REPEATS = 3
 
@@ -13,8 +16,7 @@ REPEATS = 3
 class TimesLoading(Protocol):
     """A program that knows how long its weights took from the file to where they are used."""
 
-    bench_load_seconds: float
-    bench_load_bytes: int
+    load_report: "LoadReport"
 
 
 def load(options: BenchOptions) -> Iterator[Result]:
@@ -26,9 +28,9 @@ def load(options: BenchOptions) -> Iterator[Result]:
     for _ in range(1 + REPEATS):
         with running(options, Room()) as run:
             program = run.program
-            timed = program if isinstance(program, TimesLoading) else None
-            seconds = None if timed is None else timed.bench_load_seconds
-            n_bytes = run.artifact.file_bytes if timed is None else timed.bench_load_bytes
+            report = program.load_report if isinstance(program, TimesLoading) else None
+            seconds = None if report is None else report.seconds
+            n_bytes = run.artifact.file_bytes if report is None else report.n_bytes
             starts.append((run.create_seconds, seconds, n_bytes))
             identity, problem = run.identity, _problem(run, options.seed)
     weights = [(seconds, n_bytes) for _, seconds, n_bytes in starts[1:] if seconds is not None]

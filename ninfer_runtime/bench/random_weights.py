@@ -23,6 +23,8 @@ from ninfer_format.writer import ArtifactWriter
 
 POOL_GROUPS = 262_139
 """The largest prime below 2^18: more than the rows of any vocabulary, so rows of one matrix differ."""
+_WRITERS = 4
+"""Threads that write: one file takes them one at a time. Measured on 16 cores: 2.5 GB/s with one, 3.3 with 4 and 16."""
 _EMBEDDING_STD = 0.5
 _INPUT_DIVISOR = 256.0
 
@@ -133,9 +135,10 @@ class Filler:
 
     def fill(self, tensors: Sequence[TensorEntry], n_threads: int) -> None:
         """Write all of them."""
+        formats = {entry.format for entry in tensors if NUMERIC_FORMATS[entry.format].kind == "grouped"}
         with ThreadPoolExecutor(n_threads) as threads:
-            formats = {entry.format for entry in tensors if NUMERIC_FORMATS[entry.format].kind == "grouped"}
             list(threads.map(self._pool, sorted(formats)))
+        with ThreadPoolExecutor(min(n_threads, _WRITERS)) as threads:
             jobs = [(entry, i) for i, entry in enumerate(tensors)]
             jobs.sort(key=lambda job: -job[0].n_bytes)
             list(threads.map(lambda job: self._write(*job), jobs))

@@ -47,7 +47,7 @@ from ninfer_runtime.backends.cuda.ops.round_state import RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
-from ninfer_runtime.backends.cuda.weights import raw_upload
+from ninfer_runtime.backends.cuda.weights import DeviceWeights, raw_upload
 from ninfer_runtime.models.binder import BoundModel
 
 _FLOAT = 4
@@ -280,6 +280,11 @@ class CudaProgram:
         self._arena.close()
 
     # ---- hooks of the benchmarks ---------------------------------------------------------------
+    @property
+    def weights(self) -> DeviceWeights:
+        """The tensors in device memory."""
+        return self._regions.weights
+
     def bench_set_length(self, slot: int, n_tokens: int) -> None:
         """Make the slot ``n_tokens`` long without a prompt; its state stays, its pages hold what they hold."""
         self._check_slot(slot)
