@@ -14,6 +14,7 @@ from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, KvPlanes
 
 _TILE_ROWS = 128
+_COMBINE_SPLIT = 4
 _FLOAT = 4
 
 
@@ -166,4 +167,4 @@ class AttentionPrefill:
         )
         self._attend.launch((self._n_parts, 1, 1), attend, stream)
         tiles = -(-n_tokens * geometry.ratio // _TILE_ROWS)
-        self._combine.launch((tiles, geometry.n_kv_heads, 1), attend, stream)
+        self._combine.launch((tiles, geometry.n_kv_heads, _COMBINE_SPLIT), attend, stream)

@@ -1,0 +1,408 @@
+// out = bf16(softmax(q k / 16) v) * sigmoid(gate), causal, for T new tokens over all cached keys 0 .. start + T, D = 256.
+// q (normalised, rotated) and gate bf16 [T][stride], keys and values in pages; rows of a tile: (token, head of the KV
+// group). A block multiplies 128 rows by 32 keys at a time; work is dealt evenly to one wave of blocks in units of
+// (KV head, tile, 32 keys). INT8 codes become fp16 in shared memory, BF16 words stay. fp32 accumulation, softmax to base 2.
+// Reference backends/reference/attention.py; tolerance 1 % of a head's norm, see specs/kernels.md.
+#include "common.cuh"
+#include "attention.cuh"
+
+struct AttentionPrefillParams {
+    const uint16_t* qk;
+    const uint16_t* gv;
+    const int* pages;
+    const uint8_t* k;
+    const uint8_t* v;
+    const uint16_t* k_scales;
+    const uint16_t* v_scales;
+    float* partial;  // [2 * part][TILE_ROWS][HEAD_DIM]: a part's first tile, if begun by another part; + 1: its last
+    float* stats;    // [2 * part][TILE_ROWS][2]: score that the weights are relative to, sum of the weights
+    uint16_t* out;
+    int n_tokens;
+    int start;
+    int qk_stride;
+    int gv_stride;
+    int out_stride;
+    int n_parts;
+};
+
+constexpr int WARPS = 8;
+constexpr int TILE_ROWS = 128;  // 16 per warp in q k, 64 rows by 64 dims per warp in p v
+constexpr int TILE_KEYS = 32;
+constexpr int ROW_BYTES = HEAD_DIM * 2;
+constexpr int PLANE_BYTES = TILE_KEYS * ROW_BYTES;
+constexpr int WEIGHT_BYTES = TILE_ROWS * TILE_KEYS * 2;
+constexpr int SHARED_V = 2 * PLANE_BYTES;
+constexpr int SHARED_WEIGHTS = 4 * PLANE_BYTES;
+constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
+constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on their way: K, then V
+constexpr int RAW_BYTES = TILE_KEYS * HEAD_DIM;
+constexpr int THREAD_CHUNKS = TILE_KEYS * HEAD_DIM * (KV_INT8 ? 1 : 2) / 16 / THREADS;
+constexpr int WHOLE = -1;  // slot of a tile that one part does from its first key to its last
+constexpr float STALE = 8.0f;  // weights are relative to a score that may be this far (to base 2) below the largest
+constexpr float WEIGHT_SHIFT = KV_INT8 ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
+
+static_assert(THREADS == WARPS * WARP_LANES && PAGE_TOKENS % TILE_KEYS == 0, "eight warps; a tile lies in one page");
+
+DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if KV_INT8
+    mma_f16(d, a, b0, b1);
+#else
+    mma_bf16(d, a, b0, b1);
+#endif
+}
+
+DEVICE int n_tiles(const AttentionPrefillParams& p) { return ceil_div(p.n_tokens * RATIO, TILE_ROWS); }
+
+// Key tiles that the rows of a tile see.
+DEVICE int tile_units(const AttentionPrefillParams& p, int tile) {
+    const int last_token = minimum(p.n_tokens - 1, (TILE_ROWS * tile + TILE_ROWS - 1) / RATIO);
+    return ceil_div(p.start + last_token + 1, TILE_KEYS);
+}
+
+DEVICE int head_units(const AttentionPrefillParams& p) {
+    int total = 0;
+    for (int tile = 0; tile < n_tiles(p); ++tile) total += tile_units(p, tile);
+    return total;
+}
+
+// 16-byte chunk of a row of a K or V tile: eight rows of one chunk lie in different banks.
+DEVICE int chunk_offset(int key, int chunk) { return key * ROW_BYTES + 16 * (chunk ^ (key & 7)); }
+
+DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 * (chunk ^ (row >> 1 & 3)); }
+
+// One plane's next tile on its way: each thread finishes the bytes that it requested itself.
+struct Request {
+#if KV_INT8
+    uint16_t scale[THREAD_CHUNKS];
+#endif
+
+    DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, const uint8_t* codes, const uint16_t* scales,
+                      uint8_t* plane, uint8_t* raw) {
+        const int first_key = unit * TILE_KEYS;
+        const int64_t row = kv_row(p.pages[first_key / PAGE_TOKENS], N_KV_HEADS, head, first_key % PAGE_TOKENS);
+        const int n_keys = p.start + p.n_tokens - first_key;
+        const uint8_t* const from = codes + row * HEAD_DIM * (KV_INT8 ? 1 : 2);
+#pragma unroll
+        for (int n = 0; n < THREAD_CHUNKS; ++n) {
+            const int index = static_cast<int>(threadIdx.x) + n * THREADS;
+#if KV_INT8
+            const int key = index / 16;
+            cp_async_16_zfill(raw + 16 * index, from + 16 * index, key < n_keys);
+            scale[n] = key < n_keys ? scales[(row + key) * GROUPS + index % 16 / 4] : static_cast<uint16_t>(0);
+#else
+            const int key = index / 32;
+            cp_async_16_zfill(plane + chunk_offset(key, index % 32), from + 16 * index, key < n_keys);
+#endif
+        }
+    }
+
+    DEVICE void finish(uint8_t* plane, const uint8_t* raw) const {
+#if KV_INT8
+#pragma unroll
+        for (int n = 0; n < THREAD_CHUNKS; ++n) {
+            const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / 16, chunk = index % 16;
+            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * index);
+            const uint32_t factor = scale[n] | static_cast<uint32_t>(scale[n]) << 16;
+            const uint32_t code[4] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u, codes.z ^ 0x80808080u,
+                                      codes.w ^ 0x80808080u};
+            uint32_t word[8];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                word[2 * i] = mul_f16x2(half_codes(code[i], 0x4140), factor);
+                word[2 * i + 1] = mul_f16x2(half_codes(code[i], 0x4342), factor);
+            }
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, 2 * chunk)) = {word[0], word[1], word[2], word[3]};
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, 2 * chunk + 1)) = {word[4], word[5], word[6], word[7]};
+        }
+#endif
+    }
+};
+
+// The rows 16 warp + g and + 8 of a tile: their queries, and the running softmax.
+struct Scorer {
+    uint32_t query[HEAD_DIM / 16][4];
+    float reference[2];
+    float sum[2];
+
+    DEVICE void load(const AttentionPrefillParams& p, int head, int tile) {
+        const int t = lane_id() % 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = tile * TILE_ROWS + 16 * warp_index() + static_cast<int>(lane_id()) / 4 + 8 * half;
+            const int token = row / RATIO;
+            const uint16_t* const from =
+                p.qk + static_cast<int64_t>(token) * p.qk_stride + (head * RATIO + row % RATIO) * HEAD_DIM + 2 * t;
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; ++step) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint32_t word = token < p.n_tokens ? load_4(from + 16 * step + 8 * i) : 0;
+                    query[step][half + 2 * i] = KV_INT8 ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
+                }
+            }
+            reference[half] = NO_SCORE;
+            sum[half] = 0.0f;
+        }
+    }
+
+    DEVICE void score(float (&s)[TILE_KEYS / 8][4], const uint8_t* k_plane) const {
+        const int lane = lane_id(), matrix = lane / 8;
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step) {
+#pragma unroll
+            for (int pair = 0; pair < TILE_KEYS / 16; ++pair) {
+                uint32_t b[4];
+                ldmatrix_x4(b, k_plane + chunk_offset(16 * pair + matrix / 2 * 8 + lane % 8, 2 * step + matrix % 2));
+                mma_16bit(s[2 * pair], query[step], b[0], b[1]);
+                mma_16bit(s[2 * pair + 1], query[step], b[2], b[3]);
+            }
+        }
+    }
+
+    // Scores into 16-bit weights; factors[row] is what the row's earlier results shrink by, mostly 1.
+    DEVICE void weigh(float (&s)[TILE_KEYS / 8][4], uint8_t* weights, float* factors, int first_key, int start, int tile) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        const bool masked = first_key + TILE_KEYS > start + tile * TILE_ROWS / RATIO;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * warp_index() + g + 8 * half;
+            if (masked) {
+                const int last = start + (tile * TILE_ROWS + row) / RATIO - first_key;
+#pragma unroll
+                for (int n = 0; n < TILE_KEYS / 8; ++n) {
+                    if (8 * n + 2 * t > last) s[n][2 * half] = MASKED;
+                    if (8 * n + 2 * t + 1 > last) s[n][2 * half + 1] = MASKED;
+                }
+            }
+            float top = s[0][2 * half];
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+            top = fmaxf(top, shfl_xor(top, 1));
+            top = fmaxf(top, shfl_xor(top, 2)) * SCORE_SCALE;
+            const float now = top > reference[half] + STALE ? top : reference[half];
+            const float factor = exp2_approx(reference[half] - now);
+            reference[half] = now;
+            sum[half] *= factor;
+            if (t == 0) factors[row] = factor;
+            const float offset = WEIGHT_SHIFT - now;
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n) {
+                const float a = exp2_approx(fmaf(s[n][2 * half], SCORE_SCALE, offset));
+                const float b = exp2_approx(fmaf(s[n][2 * half + 1], SCORE_SCALE, offset));
+                sum[half] += a + b;
+                *reinterpret_cast<uint32_t*>(weights + weight_offset(row, n) + 4 * t) =
+                    KV_INT8 ? pack_half(a, b) : pack_bf16(a, b);
+            }
+        }
+    }
+
+    DEVICE void publish(float* references, float* sums) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * warp_index() + static_cast<int>(lane_id()) / 4 + 8 * half;
+            sum[half] += shfl_xor(sum[half], 1);
+            sum[half] += shfl_xor(sum[half], 2);
+            if (lane_id() % 4 == 0) references[row] = reference[half], sums[row] = sum[half];
+        }
+    }
+};
+
+// 64 rows by 64 dims of the sum of weighted values.
+struct Mixer {
+    float acc[4][8][4];
+
+    DEVICE static int first_row() { return warp_index() / 4 * 64; }
+    DEVICE static int first_dim() { return warp_index() % 4 * 64; }
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+        }
+    }
+
+    DEVICE void shrink(const float* factors) {
+        const int g = lane_id() / 4;
+        float factor[4][2];
+        bool any = false;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                factor[m][half] = factors[first_row() + 16 * m + 8 * half + g];
+                any = any || factor[m][half] != 1.0f;
+            }
+        }
+        if (ballot(any) == 0) return;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor[m][i / 2];
+            }
+        }
+    }
+
+    DEVICE void add(const uint8_t* weights, const uint8_t* v_plane) {
+        const int lane = lane_id(), matrix = lane / 8;
+#pragma unroll
+        for (int step = 0; step < TILE_KEYS / 16; ++step) {
+            uint32_t a[4][4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+                ldmatrix_x4(a[m], weights + weight_offset(first_row() + 16 * m + matrix % 2 * 8 + lane % 8,
+                                                          2 * step + matrix / 2));
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, v_plane + chunk_offset(16 * step + matrix % 2 * 8 + lane % 8,
+                                                            first_dim() / 8 + 2 * pair + matrix / 2));
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    mma_16bit(acc[m][2 * pair], a[m], b[0], b[1]);
+                    mma_16bit(acc[m][2 * pair + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
+
+DEVICE void store_gated(const AttentionPrefillParams& p, int head, int row, int dim, float a, float b) {
+    const int token = row / RATIO;
+    if (token >= p.n_tokens) return;
+    const int64_t column = (head * RATIO + row % RATIO) * HEAD_DIM + dim;
+    const uint32_t mixed = pack_bf16(a, b), gate = load_4(p.gv + static_cast<int64_t>(token) * p.gv_stride + column);
+    store_4(p.out + static_cast<int64_t>(token) * p.out_stride + column,
+            pack_bf16(bf16_lo(mixed) * sigmoid(bf16_lo(gate)), bf16_hi(mixed) * sigmoid(bf16_hi(gate))));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    attention_prefill(const __grid_constant__ AttentionPrefillParams p) {
+    DYNAMIC_SHARED(uint8_t, shared);
+    uint8_t* const v_planes = shared + SHARED_V;
+    uint8_t* const weights = shared + SHARED_WEIGHTS;
+    float* const factors = reinterpret_cast<float*>(shared + SHARED_FACTORS);
+    uint8_t* const raw = shared + SHARED_RAW;
+    const int part = static_cast<int>(blockIdx.x), per_head = head_units(p), total = N_KV_HEADS * per_head;
+    const int n_parts = minimum(p.n_parts, total);
+    grid_dependency_wait();
+    grid_dependency_launch();
+    if (part >= n_parts) return;
+    const int begin = part_begin(part, n_parts, total);
+    int left = part_begin(part + 1, n_parts, total) - begin;
+    int head = begin / per_head, unit = begin % per_head, tile = 0;
+    while (unit >= tile_units(p, tile)) unit -= tile_units(p, tile++);
+
+    while (left > 0) {
+        const int end = minimum(tile_units(p, tile), unit + left);
+        // Few values live through the loop below: it needs every register.
+        const int slot = unit == 0 && end == tile_units(p, tile) ? WHOLE : 2 * part + (unit == 0 ? 1 : 0);
+        left -= end - unit;
+        Request k_request, v_request;
+        k_request.begin(p, head, unit, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw);
+        cp_async_commit();
+        Scorer scorer;
+        scorer.load(p, head, tile);
+        cp_async_wait<0>();
+        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw);
+        __syncthreads();
+        Mixer mixer;
+        mixer.clear();
+
+        // The weights of tile `unit` times its values, beside the scores of the next; then the next V and K are ready.
+        bool mixes = false;
+#pragma unroll 1
+        for (--unit; unit < end; ++unit, mixes = true) {
+            const int now = unit & 1, next = 1 - now;
+            uint8_t* const k_free = shared + now * PLANE_BYTES;
+            uint8_t* const v_free = v_planes + next * PLANE_BYTES;
+            if (unit + 2 < end) k_request.begin(p, head, unit + 2, p.k, p.k_scales, k_free, raw);
+            if (unit + 1 < end) v_request.begin(p, head, unit + 1, p.v, p.v_scales, v_free, raw + RAW_BYTES);
+            cp_async_commit();
+            if (unit + 1 < end) {
+                float s[TILE_KEYS / 8][4];
+                scorer.score(s, shared + next * PLANE_BYTES);
+                scorer.weigh(s, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS, (unit + 1) * TILE_KEYS, p.start,
+                             tile);
+            }
+            if (mixes) {
+                mixer.shrink(factors + now * TILE_ROWS);
+                mixer.add(weights + now * WEIGHT_BYTES, v_planes + now * PLANE_BYTES);
+            }
+            cp_async_wait<0>();
+            if (unit + 2 < end) k_request.finish(k_free, raw);
+            if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES);
+            __syncthreads();
+        }
+
+        float* const references = factors;
+        float* const sums = factors + TILE_ROWS;
+        scorer.publish(references, sums);
+        __syncthreads();
+        const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = Mixer::first_row() + 16 * m + 8 * half + g;
+                const float scale = sums[row] == 0.0f ? 0.0f : 1.0f / sums[row];
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                    const int dim = Mixer::first_dim() + 8 * n + 2 * t;
+                    const float a = mixer.acc[m][n][2 * half], b = mixer.acc[m][n][2 * half + 1];
+                    if (slot == WHOLE)
+                        store_gated(p, head, tile * TILE_ROWS + row, dim, a * scale, b * scale);
+                    else
+                        store_8(p.partial + (static_cast<int64_t>(slot) * TILE_ROWS + row) * HEAD_DIM + dim,
+                                {__float_as_uint(a), __float_as_uint(b)});
+                }
+            }
+        }
+        if (slot != WHOLE && threadIdx.x < TILE_ROWS)
+            store_8(p.stats + (slot * TILE_ROWS + threadIdx.x) * 2,
+                    {__float_as_uint(references[threadIdx.x]), __float_as_uint(sums[threadIdx.x])});
+        __syncthreads();
+        unit = 0;
+        if (++tile == n_tiles(p)) tile = 0, ++head;
+    }
+}
+
+// Tiles that several parts worked on. Grid (tiles, KV heads, quarters of a tile's rows), a warp per row.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    prefill_combine(const __grid_constant__ AttentionPrefillParams p) {
+    const int tile = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), lane = lane_id();
+    const int per_head = head_units(p), total = N_KV_HEADS * per_head, n_parts = minimum(p.n_parts, total);
+    int first_unit = head * per_head;
+    for (int before = 0; before < tile; ++before) first_unit += tile_units(p, before);
+    const int first = part_of(first_unit, n_parts, total);
+    const int last = part_of(first_unit + tile_units(p, tile) - 1, n_parts, total);
+    grid_dependency_wait();
+    grid_dependency_launch();
+    if (first == last) return;
+    const int n_rows = TILE_ROWS / static_cast<int>(gridDim.z);
+    for (int row = static_cast<int>(blockIdx.z) * n_rows + warp_index(); row < (static_cast<int>(blockIdx.z) + 1) * n_rows;
+         row += WARPS) {
+        float largest = NO_SCORE, sum = 0.0f, value[LANE_DIMS] = {};
+        for (int part = first; part <= last; ++part) {
+            const int64_t at = (2 * part + (part == first ? 1 : 0)) * static_cast<int64_t>(TILE_ROWS) + row;
+            const uint2 stat = load_8(p.stats + 2 * at);
+            const uint4 low = load_16(p.partial + at * HEAD_DIM + LANE_DIMS * lane);
+            const uint4 high = load_16(p.partial + at * HEAD_DIM + LANE_DIMS * lane + 4);
+            const uint32_t word[LANE_DIMS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const float now = fmaxf(largest, __uint_as_float(stat.x));
+            const float mine = exp2_approx(largest - now), its = exp2_approx(__uint_as_float(stat.x) - now);
+            largest = now;
+            sum = sum * mine + __uint_as_float(stat.y) * its;
+#pragma unroll
+            for (int i = 0; i < LANE_DIMS; ++i) value[i] = value[i] * mine + __uint_as_float(word[i]) * its;
+        }
+        const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; i += 2)
+            store_gated(p, head, tile * TILE_ROWS + row, LANE_DIMS * lane + i, value[i] * scale, value[i + 1] * scale);
+    }
+}

@@ -1,0 +1,93 @@
+"""Attention of prompt chunks under the emulator, against the float32 reference over what the pool holds; page copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
+from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
+from ninfer_runtime.backends.cuda.ops.kv_cache import KvFormat, KvLayout
+from tests.emulator.device import EmulatedDevice
+from tests.runtime.cuda.attention_rig import Rig, check_written, largest_error, model, run_prefill
+
+FORMATS = get_args(KvFormat)
+TOLERANCE = 0.01
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    with EmulatedDevice() as emulated:
+        yield emulated
+
+
+def check(
+    device: EmulatedDevice, heads: tuple[int, int], format: KvFormat, start: int, n_tokens: int, seed: int
+) -> None:
+    positions = torch.arange(start, start + n_tokens).expand(3, -1)
+    rig = Rig(device, model(*heads), format, (start + n_tokens) // 64 + 2, seed)
+    outcome = run_prefill(rig, start, n_tokens, positions)
+    check_written(outcome)
+    assert largest_error(outcome) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("start", "n_tokens"), [(0, 1), (0, 65), (63, 2), (64, 64), (130, 31), (300, 49)])
+def test_chunks_at_boundary_contexts(
+    device: EmulatedDevice, format: KvFormat, start: int, n_tokens: int, fresh_seed: int
+) -> None:
+    check(device, (6, 1), format, start, n_tokens, fresh_seed)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 1), (3, 1)])
+def test_ratios(device: EmulatedDevice, format: KvFormat, heads: tuple[int, int], fresh_seed: int) -> None:
+    check(device, heads, format, 40, 33, fresh_seed)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_three_position_axes(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
+    rig = Rig(device, model(6, 1), format, 4, fresh_seed)
+    positions = torch.from_numpy(rig.random.integers(0, 4096, (3, 40)))
+    outcome = run_prefill(rig, 70, 40, positions)
+    check_written(outcome)
+    assert largest_error(outcome) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_chunk_boundaries_change_no_stored_bit(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
+    """The same tokens at the same indices leave the same bytes, whatever the chunk around them."""
+    pools = []
+    for cut in (0, 17):
+        rig = Rig(device, model(2, 1), format, 2, fresh_seed)
+        outcome = run_prefill(rig, cut, 40 - cut, torch.arange(cut, 40).expand(3, -1))
+        pools.append([stored.shape[0] for stored, _ in outcome.written])
+        check_written(outcome)
+    assert pools[0] == [n + 17 for n in pools[1]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pages_are_copied_whole_in_all_layers(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
+    layout = KvLayout(3, 2, 5, format)
+    content = np.random.default_rng(fresh_seed).integers(0, 256, layout.n_bytes, np.uint8)
+    pool, stream = device.put(content), device.stream()
+    pairs = np.array([[1, 4], [0, 2]], np.int32)
+    CopyPages(device, layout).launch(stream, pool=pool, pairs=device.put(pairs), n_pairs=len(pairs))
+    device.synchronize()
+    for layer in range(layout.n_layers):
+        for offset, size in zip(layout.plane_offsets, layout.plane_page_bytes, strict=True):
+            base = layer * layout.layer_bytes + offset
+            plane = content[base : base + layout.n_pages * size].reshape(layout.n_pages, size)
+            plane[pairs[:, 1]] = plane[pairs[:, 0]]
+    np.testing.assert_array_equal(device.get(pool, np.uint8, content.shape), content)
+
+
+def test_geometry_that_the_kernels_lack_is_refused() -> None:
+    with pytest.raises(Exception, match="query heads"):
+        AttentionGeometry(9, 1, 64, 1e-6, "int8")
+    with pytest.raises(Exception, match="query heads"):
+        AttentionGeometry(6, 4, 64, 1e-6, "int8")
