@@ -338,7 +338,9 @@ def run_prefill(rig: Rig, start: int, n_tokens: int, positions: Tensor, check: S
     key = rig.turned(projections.key, rig.k_norm, positions)
     keys, values = rig.gather(planes, pages, start + n_tokens)
     tokens = list(range(n_tokens) if check is None else check)
-    rows = [rig.expected(query[t : t + 1], projections.gate[t : t + 1].flatten(1), keys, values, start + t) for t in tokens]
+    rows = [
+        rig.expected(query[t : t + 1], projections.gate[t : t + 1].flatten(1), keys, values, start + t) for t in tokens
+    ]
     written = _written(rig, planes, pages, start, key, projections.value)
     return Outcome(result[tokens, :n_out], torch.cat(rows), written)
 
@@ -358,6 +360,6 @@ def check_written(outcome: Outcome) -> None:
         else:
             steps = np.abs(stored.view(np.int16).astype(np.int32) - oracle.view(np.int16).astype(np.int32))
         if stored.dtype == np.uint16:
-            steps[(from_bf16(stored) - from_bf16(oracle)).abs().numpy() < 1e-5] = 0
+            steps[(from_bf16(stored.view(np.uint16)) - from_bf16(oracle.view(np.uint16))).abs().numpy() < 1e-5] = 0
         assert steps.max() <= 1, f"{stored.dtype}: {steps.max()} steps off"
         assert (steps != 0).mean() < 0.01

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks under the emulator, against the float32 reference over what the pool holds; page copies."""
+"""Attention of prompt chunks under the emulator, against the float32 reference over the pool; page copies."""
 
 from __future__ import annotations
 
