@@ -62,7 +62,8 @@ struct LinearLargeParams {
     int format[MAX_MATRICES];
     int n_rows[MAX_MATRICES];       // of the output: half the matrix's for SWIGLU
     int n_tile_rows[MAX_MATRICES];
-    int tile_row_bytes[MAX_MATRICES];
+    int stage_bytes[MAX_MATRICES];  // of a tile row in a stage
+    int scales_at[MAX_MATRICES];    // byte in them of the scales that are copied to the ring; -1: none
     int first_pair[MAX_MATRICES];   // pairs of tile rows before this matrix
     int out_stride[MAX_MATRICES];
     int out_float[MAX_MATRICES];    // STORE: nonzero for fp32
@@ -94,16 +95,25 @@ DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
     return {matrix, 2 * (pair - p.first_pair[matrix])};
 }
 
-// The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS.
-struct Activations {
-    uint32_t source;   // byte of the chunk from p.x on
-    int valid_passes;  // passes whose token exists
+// The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS, and its word of scales.
+struct Copies {
+    uint32_t token_source;  // byte of the chunk from p.x on
+    int valid_passes;       // passes whose token exists
+    const uint8_t* scale_source;
+    int scale_step;  // bytes between two stages; 0: no scales
 
-    DEVICE Activations(const LinearLargeParams& p, int token_tile, int stage) {
+    DEVICE Copies(const LinearLargeParams& p, int token_tile, const Assignment& a, int stage) {
         const int first = token_tile * TOKENS + static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
         const int column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
-        source = (static_cast<uint32_t>(first) * p.x_stride + column) * 2;
+        token_source = (static_cast<uint32_t>(first) * p.x_stride + column) * 2;
         valid_passes = ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS);
+        scale_step = 0;
+        if (a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
+            const int lane = static_cast<int>(lane_id());
+            const int64_t row = minimum(a.tile_row + lane / 16, p.n_tile_rows[a.matrix] - 1);
+            scale_step = p.stage_bytes[a.matrix];
+            scale_source = p.tiles[a.matrix] + (row * p.stages + stage) * scale_step + p.scales_at[a.matrix] + lane % 16 * 4;
+        }
     }
 
     // Copies one stage to `slot` of the ring and goes on to the next.
@@ -112,14 +122,25 @@ struct Activations {
         const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
         unsigned char* to = slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
         const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
-        uint32_t from = source;
+        uint32_t from = token_source;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             const bool valid = i < valid_passes;
             cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
             from += TOKENS_PER_PASS * 2 * p.x_stride;
         }
-        source += STAGE_COLUMNS * 2;
+        token_source += STAGE_COLUMNS * 2;
+        if (scale_step) cp_async_4(slot + TOKEN_BYTES + threadIdx.x * 4, scale_source);
+        scale_source += scale_step;
+    }
+
+    // The first stages of a piece of n.
+    DEVICE void start(const LinearLargeParams& p, unsigned char* ring, int n) {
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; ++i) {
+            if (i < n) copy(p, ring + i * STAGE_BYTES);
+            cp_async_commit();
+        }
     }
 };
 
@@ -183,103 +204,91 @@ struct LaneWeights {
     }
 };
 
-// Sums of stages [begin, end) for this warp's two tile rows; FORMAT < 0: copies only.
+// Sums of stages [begin, end) for this warp's two tile rows; FORMAT < 0: copies only. Operand A of a half group is made
+// while the half before is multiplied, also across the barrier between two stages.
 template <int FORMAT>
-DEVICE void multiply(const LinearLargeParams& p, int token_tile, const Assignment& a, unsigned char* ring, int begin,
+DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring, int begin,
                      int end, Sums& sums) {
     constexpr bool IDLE = FORMAT < 0;
     using Lane = LaneWeights<IDLE ? Q4 : FORMAT>;
+    constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
     const int lane = static_cast<int>(lane_id());
     const int g = lane >> 2, t = lane & 3;
     const int half_offset[2] = {(t + 4 * (g & 1)) * 16, (t + 4 * (~g & 1)) * 16};
     const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
 
-    constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
-    Activations x(p, token_tile, begin);
     Lane weights[2];
-    uint32_t at[2];  // byte of the tile row's current stage from the matrix's first on
+    uint32_t at[2];           // byte of the tile row's stage that is loaded next, from the matrix's first on
+    uint32_t scale[2][2][2];  // [m][row g, g + 8][upper, lower part]
+    uint32_t operand[2][2][4];  // [m][j][register]
+    int slot = 0;
+    // Makes the operand of half `half` of group `group` from words that are here, and asks for the next ones.
+    const auto prepare = [&](int group, int half, int left) {
+        if (group == 0 && half == 0) {
+            cp_async_wait<STAGES - 2>();
+            warp_sync();  // scales are copied and read by the same warp
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            if (FORMAT != BF16 && (half == 0 || FORMAT == W8))
+                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half,
+                                  scale[m]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
+            if (!Lane::BY_HALF && half == 0) continue;
+            if (group == 1 && half == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
+            weights[m].load(tiles, at[m], half == 1 ? group ^ 1 : group, Lane::BY_HALF ? half ^ 1 : 0, lane);
+        }
+    };
     if (!IDLE) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const uint32_t row = minimum(a.tile_row + m, p.n_tile_rows[a.matrix] - 1);
-            at[m] = row * p.tile_row_bytes[a.matrix] + begin * ROW_STAGE_BYTES;
+            at[m] = (row * p.stages + begin) * ROW_STAGE_BYTES;
             weights[m].load(tiles, at[m], 0, 0, lane);
         }
+        prepare(0, 0, end - begin);
     }
-    const auto copy_stage = [&](int ahead, unsigned char* to) {
-        x.copy(p, to);
-        if (!IDLE && Lane::STAGED_SCALES)
-            cp_async_4(to + TOKEN_BYTES + threadIdx.x * 4,
-                       tiles + ((lane < 16 ? at[0] : at[1]) + ahead * ROW_STAGE_BYTES + Lane::Layout::SCALES_AT +
-                                lane % 16 * 4));
-    };
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) {
-        if (begin + i < end) copy_stage(i, ring + i * STAGE_BYTES);
-        cp_async_commit();
-    }
-    int slot = 0;
 #pragma unroll 1
     for (int left = end - begin; left > 0; --left) {
-        cp_async_wait<STAGES - 2>();
+        if (IDLE) cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (left >= STAGES)
-            copy_stage(STAGES - 1, ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES));
-        cp_async_commit();
-        if (!IDLE) {
-            const unsigned char* tokens_at = ring + slot + g * 128;
-            const unsigned char* scales_at = ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8;
+        const unsigned char* tokens_at = ring + slot + g * 128;
+        unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
 #pragma unroll
-            for (int group = 0; group < 2; ++group) {
-                Lane now[2];
-                uint32_t scale[2][2][2];  // [m][row g, g + 8][upper, lower part]
+        for (int half = 0; half < 4; ++half) {
+            if (!IDLE) {
+                uint32_t now[2][2][4];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    if (half == 0 || Lane::BY_HALF) {
-                        // What this half or group needs is here; ask for what the next one needs.
-                        constexpr int PER_GROUP = Lane::BY_HALF ? 2 : 1;
-                        const int next = group * PER_GROUP + (Lane::BY_HALF ? half : 0) + 1;
-                        if (next == 2 * PER_GROUP && left > 1) {
-                            at[0] += ROW_STAGE_BYTES;
-                            at[1] += ROW_STAGE_BYTES;
-                        }
+                for (int i = 0; i < 16; ++i) now[i / 8][i / 4 % 2][i % 4] = operand[i / 8][i / 4 % 2][i % 4];
 #pragma unroll
-                        for (int m = 0; m < 2; ++m) {
-                            now[m] = weights[m];
-                            weights[m].load(tiles, at[m], next / PER_GROUP % 2, next % PER_GROUP, lane);
-                            if (FORMAT != BF16) now[m].scales(scales_at + m * 64, group, half, scale[m]);
-                        }
-                    }
-                    uint32_t operand[2][2][4];  // [m][j][register]
+                for (int n0 = 0; n0 < N_TILES; n0 += N_BLOCK) {
+                    uint4 tokens[N_BLOCK];
+#pragma unroll
+                    for (int n = 0; n < N_BLOCK; ++n)
+                        tokens[n] = *reinterpret_cast<const uint4*>(tokens_at + half / 2 * GROUP_BYTES +
+                                                                    (n0 + n) * 1024 + half_offset[half % 2]);
 #pragma unroll
                     for (int m = 0; m < 2; ++m)
 #pragma unroll
-                        for (int j = 0; j < 2; ++j) now[m].operand(2 * half + j, scale[m], operand[m][j]);
+                        for (int n = 0; n < N_BLOCK; ++n)
+                            mma_bf16(sums[m][n0 + n], now[m][0], tokens[n].x, tokens[n].y);
 #pragma unroll
-                    for (int n0 = 0; n0 < N_TILES; n0 += N_BLOCK) {
-                        uint4 tokens[N_BLOCK];
+                    for (int m = 0; m < 2; ++m)
 #pragma unroll
                         for (int n = 0; n < N_BLOCK; ++n)
-                            tokens[n] = *reinterpret_cast<const uint4*>(tokens_at + group * GROUP_BYTES +
-                                                                        (n0 + n) * 1024 + half_offset[half]);
-#pragma unroll
-                        for (int n = 0; n < N_BLOCK; ++n)
-#pragma unroll
-                            for (int m = 0; m < 2; ++m)
-                                mma_bf16(sums[m][n0 + n], operand[m][0], tokens[n].x, tokens[n].y);
-#pragma unroll
-                        for (int n = 0; n < N_BLOCK; ++n)
-#pragma unroll
-                            for (int m = 0; m < 2; ++m)
-                                mma_bf16(sums[m][n0 + n], operand[m][1], tokens[n].z, tokens[n].w);
-                    }
+                            mma_bf16(sums[m][n0 + n], now[m][1], tokens[n].z, tokens[n].w);
                 }
             }
+            if (half == 0) {
+                if (left >= STAGES) copies.copy(p, free_slot);
+                cp_async_commit();
+            }
+            if (half == 3) slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+            if (!IDLE) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
         }
-        slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the next tile's copies overwrite what the slowest warp still reads
+    __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
 }
 
 DEVICE void clear(Sums& sums) {
@@ -354,6 +363,11 @@ DEVICE void store_rows(uint16_t* row, int block_a, int block_b, int n_rows, bool
                    odd ? lower : received);
 }
 
+// x / (1 + exp(-x)), relative error about 2^-21: one rounding to bf16 follows.
+DEVICE float gated(float gate, float up) {
+    return gate * rcp_approx(1.0f + exp2_approx(gate * -1.4426950408889634f)) * up;
+}
+
 DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_tile, const Sums& sums) {
     if (a.matrix < 0) return;
     const int lane = static_cast<int>(lane_id());
@@ -370,7 +384,7 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_ti
             if (EPILOGUE == SWIGLU) {
                 uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
                 store_rows(row, a.tile_row * 8, a.tile_row * 8 + 8, n_rows, aligned, exists,
-                           silu(sums[0][n][i]) * sums[0][n][2 + i], silu(sums[1][n][i]) * sums[1][n][2 + i]);
+                           gated(sums[0][n][i], sums[0][n][2 + i]), gated(sums[1][n][i], sums[1][n][2 + i]));
                 continue;
             }
 #pragma unroll
@@ -394,12 +408,12 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_ti
 }
 
 template <int FORMAT>
-DEVICE bool multiply_if(const LinearLargeParams& p, int token_tile, const Assignment& a, unsigned char* ring,
+DEVICE bool multiply_if(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring,
                         int begin, int end, Sums& sums) {
     if constexpr ((FORMATS >> FORMAT) & 1) {
         constexpr bool ONLY = FORMATS == 1 << FORMAT;
         if (ONLY || p.format[a.matrix] == FORMAT) {
-            multiply<FORMAT>(p, token_tile, a, ring, begin, end, sums);
+            multiply<FORMAT>(p, copies, a, ring, begin, end, sums);
             return true;
         }
     }
@@ -427,12 +441,21 @@ DEVICE Piece piece_of(const LinearLargeParams& p, int index) {
     return {p.whole_tiles + in_line, begin, minimum(last - start, p.stages), start + p.stages};
 }
 
+DEVICE Copies started(const LinearLargeParams& p, unsigned char* ring, int index) {
+    const Piece piece = piece_of(p, index);
+    Copies copies(p, piece.tile % p.token_tiles, assignment(p, piece.tile / p.token_tiles), piece.begin);
+    copies.start(p, ring, piece.end - piece.begin);
+    return copies;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_large(const __grid_constant__ LinearLargeParams p) {
     DYNAMIC_SHARED(unsigned char, ring);
     grid_dependency_wait();
 
-    // A piece is derived again after its sums are there: while they grow, every register counts.
+    // A piece is derived from its index wherever it is needed: while sums grow, every register counts. The copies of the
+    // next piece are under way while one is finished.
+    Copies copies = started(p, ring, 0);
     for (int index = 0;; ++index) {
         Sums sums;
         clear(sums);
@@ -440,17 +463,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Piece piece = piece_of(p, index);
             if (piece.begin >= piece.end) break;
             const Assignment a = assignment(p, piece.tile / p.token_tiles);
-            const int token_tile = piece.tile % p.token_tiles;
             if (a.matrix < 0) {
-                multiply<-1>(p, token_tile, a, ring, piece.begin, piece.end, sums);
+                multiply<-1>(p, copies, a, ring, piece.begin, piece.end, sums);
             } else {
-                multiply_if<0>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<1>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<2>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<3>(p, token_tile, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<4>(p, token_tile, a, ring, piece.begin, piece.end, sums);
+                multiply_if<0>(p, copies, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<1>(p, copies, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<2>(p, copies, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<3>(p, copies, a, ring, piece.begin, piece.end, sums) ||
+                    multiply_if<4>(p, copies, a, ring, piece.begin, piece.end, sums);
             }
         }
+        copies = started(p, ring, index + 1);
         const Piece piece = piece_of(p, index);
         if (piece.begin > 0) {
             leave(p, sums);

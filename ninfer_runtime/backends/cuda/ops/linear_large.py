@@ -63,7 +63,8 @@ class LinearLargeParams(ctypes.Structure):
         ("format", ctypes.c_int * MAX_MATRICES),
         ("n_rows", ctypes.c_int * MAX_MATRICES),
         ("n_tile_rows", ctypes.c_int * MAX_MATRICES),
-        ("tile_row_bytes", ctypes.c_uint32 * MAX_MATRICES),
+        ("stage_bytes", ctypes.c_int * MAX_MATRICES),
+        ("scales_at", ctypes.c_int * MAX_MATRICES),
         ("first_pair", ctypes.c_int * MAX_MATRICES),
         ("out_stride", ctypes.c_int * MAX_MATRICES),
         ("out_float", ctypes.c_int * MAX_MATRICES),
@@ -177,7 +178,9 @@ class LinearLarge:
             params.format[i] = matrix.tile.code
             params.n_rows[i] = matrix.n_outputs
             params.n_tile_rows[i] = matrix.n_tiles
-            params.tile_row_bytes[i] = matrix.k_steps * matrix.block_bytes
+            params.stage_bytes[i] = STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes
+            staged = matrix.tile.step == STAGE_COLUMNS and matrix.tile.scale_bytes
+            params.scales_at[i] = matrix.block_bytes - matrix.tile.scale_bytes if staged else -1
             params.first_pair[i] = pairs
             pairs += -(-matrix.n_tiles // 2)
         params.n_pairs = pairs
