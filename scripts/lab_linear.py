@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--columns", default="1,4,8,16,32")
     parser.add_argument("--kinds", default=",".join(LAYER))
     parser.add_argument("--set", action="append", default=[], help="field=value,... of LinearSmallTuning")
+    parser.add_argument("--check", action="store_true", help="check every geometry, not only the table's")
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     seed = int(np.random.default_rng().integers(2**31)) if options.seed is None else options.seed
@@ -267,7 +268,7 @@ def main() -> None:
         linear_small.linear_small_tuning = tuned  # type: ignore[assignment]
         print(text or "table", flush=True)
         try:
-            measure(lab, kinds, columns, check=i == 0)
+            measure(lab, kinds, columns, check=options.check or i == 0)
         except Exception as error:  # a geometry that does not fit must not end the run
             print(f"  {type(error).__name__}: {error}")
 

@@ -51,43 +51,54 @@ DEVICE uint2 tile_scales(const unsigned char* block, int lane) {
     return *reinterpret_cast<const uint2*>(block + Tile<F>::SCALES_AT + (lane >> 2) * 8);
 }
 
-// Two codes as bf16: 0x4300 | u is exactly 128 + u for u < 128. (a & b) | c is one lop3.
-DEVICE uint32_t tile_codes(uint32_t word, uint32_t mask, uint32_t minus) {
-    return fma_bf16x2(lop3<0xea>(word, mask, 0x43004300u), 0x3f803f80u, minus);
+// What tile_operand<F, false> adds to every code. 0x4300 | u is exactly 128 + u in bf16 for u < 128.
+template <int F>
+__host__ __device__ constexpr int tile_bias() {
+    return F == Q4 ? 136 : F == Q5 ? 144 : F == Q6 ? 160 : 0;
 }
 
-// Register i of operand A of mma j; J and I are constants after unrolling.
-template <int F>
+// Register I of operand A of mma J, both constants after unrolling: exact codes, or with EXACT = false codes plus
+// tile_bias<F>(), which costs one instruction less. (a & b) | c is one lop3.
+template <int F, bool EXACT = true>
 DEVICE uint32_t tile_pair(const uint32_t (&words)[Tile<F>::WORDS], int j, int i) {
     const int p = 4 * j + i;
-    if constexpr (F == Q4) {
-        return tile_codes(words[i] >> (4 * j), 0x000f000fu, 0xc308c308u);  // -136
-    } else if constexpr (F == Q5) {
-        if (p < 15) return tile_codes(words[p / 3] >> (5 * (p % 3)), 0x001f001fu, 0xc310c310u);  // -144
-        uint32_t u = lop3<0xea>(words[4] >> 11, 0x00100010u, 0x43004300u);
-        u = lop3<0xea>(words[3] >> 12, 0x00080008u, u);
-        u = lop3<0xea>(words[2] >> 13, 0x00040004u, u);
-        u = lop3<0xea>(words[1] >> 14, 0x00020002u, u);
-        u = lop3<0xea>(words[0] >> 15, 0x00010001u, u);
-        return fma_bf16x2(u, 0x3f803f80u, 0xc310c310u);
-    } else if constexpr (F == Q6) {
-        if (p < 12) return tile_codes(words[p / 2] >> (6 * (p % 2)), 0x003f003fu, 0xc320c320u);  // -160
-        const uint32_t low = lop3<0xea>(words[i] >> 12, 0x000f000fu, 0x43004300u);
-        const uint32_t u = lop3<0xea>(words[4 + i / 2] >> (8 + 2 * (i % 2)), 0x00300030u, low);
-        return fma_bf16x2(u, 0x3f803f80u, 0xc320c320u);
+    if constexpr (F == BF16) {
+        return words[p];
     } else if constexpr (F == W8) {
         // q = low seven bits - 128 sign: (128 + low) + (-128 or -256), which differ in one bit.
         const uint32_t word = words[4 * (j / 2) + i] >> (8 * (j % 2));
         const uint32_t low = lop3<0xea>(word, 0x007f007fu, 0x43004300u);
         return fma_bf16x2(low, 0x3f803f80u, lop3<0xea>(word, 0x00800080u, 0xc300c300u));
     } else {
-        return words[p];
+        uint32_t u;
+        if constexpr (F == Q4) {
+            u = lop3<0xea>(words[i] >> (4 * j), 0x000f000fu, 0x43004300u);
+        } else if constexpr (F == Q5) {
+            if (p < 15) {
+                u = lop3<0xea>(words[p / 3] >> (5 * (p % 3)), 0x001f001fu, 0x43004300u);
+            } else {
+                u = lop3<0xea>(words[4] >> 11, 0x00100010u, 0x43004300u);
+                u = lop3<0xea>(words[3] >> 12, 0x00080008u, u);
+                u = lop3<0xea>(words[2] >> 13, 0x00040004u, u);
+                u = lop3<0xea>(words[1] >> 14, 0x00020002u, u);
+                u = lop3<0xea>(words[0] >> 15, 0x00010001u, u);
+            }
+        } else {
+            if (p < 12) {
+                u = lop3<0xea>(words[p / 2] >> (6 * (p % 2)), 0x003f003fu, 0x43004300u);
+            } else {
+                u = lop3<0xea>(words[i] >> 12, 0x000f000fu, 0x43004300u);
+                u = lop3<0xea>(words[4 + i / 2] >> (8 + 2 * (i % 2)), 0x00300030u, u);
+            }
+        }
+        constexpr uint32_t MINUS = 0xc300c300u | tile_bias<F>() % 128 * 0x10001u;  // bf16 -bias, twice
+        return EXACT ? fma_bf16x2(u, 0x3f803f80u, MINUS) : u;
     }
 }
 
 // Operand A of mma j of the group.
-template <int F>
+template <int F, bool EXACT = true>
 DEVICE void tile_operand(uint32_t (&a)[4], const uint32_t (&words)[Tile<F>::WORDS], int j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = tile_pair<F>(words, j, i);
+    for (int i = 0; i < 4; ++i) a[i] = tile_pair<F, EXACT>(words, j, i);
 }

@@ -8,6 +8,9 @@
 // inside a row block leaves those sums in the workspace for the block that begins the row block: that one has a lower
 // index, does this row block last, and adds the others' sums in the order of their indices.
 //
+// Up to SUMS_TILES tiles of tokens the operands keep their bias: mma starts from -bias * (sum of the group's x), which the
+// threads that stage the activations compute; above, subtracting from the codes costs less.
+//
 // Weights: a ring of STAGES steps per warp in shared memory, which only its warp fills and reads; the first stages are
 // requested before the kernel ahead has ended. Activations: X_COLUMNS columns at a time in two buffers that all warps
 // share, through registers, one barrier per X_COLUMNS. A token's row there is 64 bytes off a multiple of 128, so that
@@ -39,26 +42,45 @@ constexpr int MATRICES = 4;
 constexpr int WARPS = THREADS / WARP_LANES;
 constexpr int ROW_TILES = WARPS * MT;
 constexpr int TOKENS = NT * 8;
+constexpr int SUMS_TILES = 2;
+constexpr bool WITH_SUMS = NT <= SUMS_TILES;
 constexpr int GROUPS_AT_ONCE = NT * MT > 4 ? 1 : 2;  // registers
-constexpr uint32_t EMPTY = 0xffffffffu;  // what the workspace holds between launches
+constexpr uint32_t EMPTY = 0xffffffffu;              // what the workspace holds between launches
 
-__host__ __device__ constexpr int largest_block() {
+// A step of the ring: a block of tiles.cuh, for BF16 half of one, 32 columns.
+template <int F>
+struct Step {
+    static constexpr int COLUMNS = F == BF16 ? 32 : Tile<F>::STEP;
+    static constexpr int GROUPS = F == BF16 ? 1 : Tile<F>::GROUPS;
+    static constexpr int BYTES = F == BF16 ? 1024 : Tile<F>::BLOCK_BYTES;
+};
+
+__host__ __device__ constexpr int step_bytes(int format) {
+    return format == Q4   ? Step<Q4>::BYTES
+           : format == Q5 ? Step<Q5>::BYTES
+           : format == Q6 ? Step<Q6>::BYTES
+           : format == W8 ? Step<W8>::BYTES
+                          : Step<BF16>::BYTES;
+}
+
+__host__ __device__ constexpr int largest_step() {
     int bytes = 0;
-    if (FORMATS >> Q4 & 1) bytes = Tile<Q4>::BLOCK_BYTES;
-    if (FORMATS >> W8 & 1) bytes = Tile<W8>::BLOCK_BYTES;
-    if (FORMATS >> Q5 & 1) bytes = Tile<Q5>::BLOCK_BYTES;
-    if (FORMATS >> Q6 & 1) bytes = Tile<Q6>::BLOCK_BYTES;
-    if (FORMATS >> BF16 & 1) bytes = Tile<BF16>::BLOCK_BYTES;
+    for (int format = Q4; format <= BF16; ++format)
+        if ((FORMATS >> format & 1) && step_bytes(format) > bytes) bytes = step_bytes(format);
     return bytes;
 }
-constexpr int SLOT = largest_block();
+constexpr int SLOT = largest_step();
+constexpr bool ONE_FORMAT = (FORMATS & (FORMATS - 1)) == 0;
 constexpr int STAGE_BYTES = MT * SLOT;
 constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
-constexpr int X_BYTES = TOKENS * X_ROW_BYTES;
 constexpr int X_ROW_PIECES = X_COLUMNS / 8;
+constexpr int X_GROUPS = X_COLUMNS / 64;
+constexpr int GROUP_SUMS_BYTES = WITH_SUMS ? NT * 64 : 0;  // float4 per two tokens: their sums, twice
+constexpr int X_BYTES = TOKENS * X_ROW_BYTES + X_GROUPS * GROUP_SUMS_BYTES;
 constexpr int X_PIECES = ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
 
 static_assert(NT >= 1 && NT <= 6 && MT >= 1 && STAGES >= 2 && X_COLUMNS % 128 == 0, "geometry");
+static_assert(THREADS % X_ROW_PIECES == 0 || X_ROW_PIECES % THREADS == 0, "rows of activations over threads");
 static_assert(2 * X_BYTES + WARPS * STAGES * STAGE_BYTES <= 101376, "shared memory");
 
 struct LinearSmallParams {
@@ -113,57 +135,54 @@ DEVICE Segment segment_at(const LinearSmallParams& p, int unit, int end) {
     return s;
 }
 
-DEVICE int block_bytes_of(int format) {
-    int bytes = 0;
-    if (FORMATS >> Q4 & 1 && format == Q4) bytes = Tile<Q4>::BLOCK_BYTES;
-    if (FORMATS >> Q5 & 1 && format == Q5) bytes = Tile<Q5>::BLOCK_BYTES;
-    if (FORMATS >> Q6 & 1 && format == Q6) bytes = Tile<Q6>::BLOCK_BYTES;
-    if (FORMATS >> W8 & 1 && format == W8) bytes = Tile<W8>::BLOCK_BYTES;
-    if (FORMATS >> BF16 & 1 && format == BF16) bytes = Tile<BF16>::BLOCK_BYTES;
-    return bytes;
+// The same address, which the compiler cannot compute again where it is used.
+DEVICE unsigned char* in_register(unsigned char* shared) {
+#ifdef NINFER_EMULATOR
+    return shared;
+#else
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(shfl(shared_address(shared), lane_id())));
+#endif
 }
 
 // The copying side of a warp's ring; goes through the block's span STAGES - 1 steps ahead.
 struct WeightStream {
     const uint8_t* at;  // this lane's first piece of the next step's block
-    int left;           // steps of the segment
+    int left;           // steps until open() is due
     int unit;           // where the next segment begins
-    int end;
-    int tiles;
-    int block_bytes;
+    int tiles;          // of this warp; 0 behind the end of the span
+    int n_bytes;
     int row_bytes;
 
-    DEVICE void open(const LinearSmallParams& p) {
-        left = 0;
+    DEVICE void open(const LinearSmallParams& p, int end) {
+        tiles = 0;
+        left = 0x7fffffff;
         if (unit >= end) return;
         const Segment s = segment_at(p, unit, end);
         unit += s.length;
         left = s.length;
         tiles = s.tiles;
-        block_bytes = block_bytes_of(p.format[s.matrix]);
-        row_bytes = p.k_steps[s.matrix] * block_bytes;
-        at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + s.step * block_bytes + lane_id() * 16;
+        n_bytes = ONE_FORMAT ? SLOT : step_bytes(p.format[s.matrix]);
+        row_bytes = p.k_steps[s.matrix] * n_bytes;
+        at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + s.step * n_bytes + lane_id() * 16;
     }
 
-    // Requests the next step into a slot; one group per call, empty when the span is through.
-    DEVICE void request(const LinearSmallParams& p, unsigned char* slot) {
-        if (left > 0) {
-            unsigned char* to = slot + lane_id() * 16;
+    // Requests the next step into a slot, given by this lane's first piece; one group per call.
+    DEVICE void request(unsigned char* to) {
 #pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                if (m < tiles) {
+        for (int m = 0; m < MT; ++m) {
+            if (m < tiles) {
 #pragma unroll
-                    for (int n = 0; n < ceil_div(SLOT, 512); ++n)
-                        if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < block_bytes)
-                            cp_async_16(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
-                }
+                for (int n = 0; n < ceil_div(SLOT, 512); ++n)
+                    if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < (ONE_FORMAT ? SLOT : n_bytes))
+                        cp_async_16(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
             }
-            at += block_bytes;
-            if (--left == 0) open(p);
         }
+        at += ONE_FORMAT ? SLOT : n_bytes;
         cp_async_commit();
     }
 };
+
+DEVICE float pair_sum(uint32_t pair) { return bf16_lo(pair) + bf16_hi(pair); }
 
 // One thread's share of X_COLUMNS columns of all tokens, on its way from global to shared memory.
 struct Activations {
@@ -178,76 +197,139 @@ struct Activations {
         }
     }
 
-    DEVICE void store(const LinearSmallParams& p, unsigned char* buffer) const {
+    // minus_bias: of the format that these columns will be multiplied with.
+    DEVICE void store(const LinearSmallParams& p, unsigned char* buffer, float minus_bias) const {
 #pragma unroll
         for (int i = 0; i < X_PIECES; ++i) {
             const int index = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int token = index / X_ROW_PIECES;
+            const int token = index / X_ROW_PIECES, piece = index % X_ROW_PIECES;
             if (token < p.n_columns)
-                *reinterpret_cast<uint4*>(buffer + token * X_ROW_BYTES + index % X_ROW_PIECES * 16) = pieces[i];
+                *reinterpret_cast<uint4*>(buffer + token * X_ROW_BYTES + piece * 16) = pieces[i];
+            if constexpr (WITH_SUMS) {
+                if ((index - static_cast<int>(lane_id())) / X_ROW_PIECES >= p.n_columns) continue;  // the whole warp
+                float sum = (pair_sum(pieces[i].x) + pair_sum(pieces[i].y)) +
+                            (pair_sum(pieces[i].z) + pair_sum(pieces[i].w));
+#pragma unroll
+                for (int mask = 1; mask < 8; mask <<= 1) sum += shfl_xor(sum, mask);
+                if (token < p.n_columns && piece % 8 == 0) {
+                    float* to = reinterpret_cast<float*>(buffer + TOKENS * X_ROW_BYTES +
+                                                         piece / 8 * GROUP_SUMS_BYTES + token / 2 * 16);
+                    to[token % 2] = sum * minus_bias;
+                    to[token % 2 + 2] = sum * minus_bias;
+                }
+            }
         }
     }
 };
 
-using Sums = float[MT][NT][4];
-
-DEVICE void add_scaled(float (&sum)[4], const float (&part)[4], float scale, float scale8) {
-    sum[0] += scale * part[0];
-    sum[1] += scale * part[1];
-    sum[2] += scale8 * part[2];
-    sum[3] += scale8 * part[3];
+DEVICE float minus_bias_of(int format) {
+    return format == Q4 ? -tile_bias<Q4>() : format == Q5 ? -tile_bias<Q5>() : -tile_bias<Q6>();
 }
 
-// Adds one step: block of tile row m at slot + m * SLOT; x: the step's first column of this lane's token row and piece,
-// last: the same for the last tile of tokens, whose missing tokens read the last one.
-template <int F>
-DEVICE void multiply(const unsigned char* slot, const unsigned char* x, const unsigned char* last, Sums& sums) {
-    const int lane = static_cast<int>(lane_id());
-    uint2 scales[MT];
-    if constexpr (F != BF16) {
+using Sums = float[MT][NT][4];
+
+DEVICE void clear(Sums& sums) {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
-    }
-#pragma unroll GROUPS_AT_ONCE
-    for (int group = 0; group < Tile<F>::GROUPS; ++group) {
-        uint32_t a[MT][4][4];
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < NT * 4; ++i) sums[m][i / 4][i % 4] = 0.0f;
+}
+
+DEVICE void add_scaled(Sums& sums, Sums& parts, const float (&scale)[MT], const float (&scale8)[MT]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            uint32_t words[Tile<F>::WORDS];
-            tile_words<F>(words, slot + m * SLOT, group, lane);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) tile_operand<F>(a[m][j], words, j);
+            sums[m][n][0] += scale[m] * parts[m][n][0];
+            sums[m][n][1] += scale[m] * parts[m][n][1];
+            sums[m][n][2] += scale8[m] * parts[m][n][2];
+            sums[m][n][3] += scale8[m] * parts[m][n][3];
         }
+    }
+}
+
+// Where a lane reads a step's activations: byte of its token row and piece, the same in the last tile of tokens (whose
+// missing tokens read the last one), and its two tokens' sums.
+struct Columns {
+    const unsigned char* row;
+    const unsigned char* last;
+    const unsigned char* sums;
+
+    DEVICE uint4 operand(int n, int half) const {
+        const unsigned char* from = n == NT - 1 ? last : row + n * 8 * X_ROW_BYTES;
+        return *reinterpret_cast<const uint4*>(from + half * 64);
+    }
+};
+
+// sums += (two mma per 32 columns) * scales for one step; tile row m's block is at slot + m * SLOT.
+template <int F>
+DEVICE void multiply(const unsigned char* slot, const Columns& x, Sums& sums) {
+    constexpr bool BIASED = WITH_SUMS && tile_bias<F>() != 0;
+    const int lane = static_cast<int>(lane_id());
+    if constexpr (F == BF16) {
+        uint4 a[MT][2];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                a[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            const unsigned char* row = n == NT - 1 ? last : x + n * 8 * X_ROW_BYTES;
-            const uint4 low = *reinterpret_cast<const uint4*>(row + group * 128);
-            const uint4 high = *reinterpret_cast<const uint4*>(row + group * 128 + 64);
+            const uint4 b = x.operand(n, 0);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
-                if constexpr (F == BF16) {
-                    mma_bf16(sums[m][n], a[m][0], low.x, low.y);
-                    mma_bf16(sums[m][n], a[m][1], low.z, low.w);
-                    mma_bf16(sums[m][n], a[m][2], high.x, high.y);
-                    mma_bf16(sums[m][n], a[m][3], high.z, high.w);
-                } else if constexpr (F == W8) {
-                    float first[4] = {0.0f, 0.0f, 0.0f, 0.0f}, second[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    mma_bf16(first, a[m][0], low.x, low.y);
-                    mma_bf16(second, a[m][2], high.x, high.y);
-                    mma_bf16(first, a[m][1], low.z, low.w);
-                    mma_bf16(second, a[m][3], high.z, high.w);
-                    add_scaled(sums[m][n], first, half_lo(scales[m].x), half_lo(scales[m].y));
-                    add_scaled(sums[m][n], second, half_hi(scales[m].x), half_hi(scales[m].y));
-                } else {
-                    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    mma_bf16(part, a[m][0], low.x, low.y);
-                    mma_bf16(part, a[m][1], low.z, low.w);
-                    mma_bf16(part, a[m][2], high.x, high.y);
-                    mma_bf16(part, a[m][3], high.z, high.w);
-                    const float scale = group == 0 ? half_lo(scales[m].x) : half_hi(scales[m].x);
-                    const float scale8 = group == 0 ? half_lo(scales[m].y) : half_hi(scales[m].y);
-                    add_scaled(sums[m][n], part, scale, scale8);
+                mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
+                mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
+            }
+        }
+    } else {
+        uint2 scales[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
+#pragma unroll GROUPS_AT_ONCE
+        for (int group = 0; group < Step<F>::GROUPS; ++group) {
+            uint32_t words[MT][Tile<F>::WORDS];
+#pragma unroll
+            for (int m = 0; m < MT; ++m) tile_words<F>(words[m], slot + m * SLOT, group, lane);
+            Sums parts;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float4 start = {0.0f, 0.0f, 0.0f, 0.0f};
+                if constexpr (BIASED)
+                    start = *reinterpret_cast<const float4*>(x.sums + group * GROUP_SUMS_BYTES + n * 64);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    parts[m][n][0] = start.x;
+                    parts[m][n][1] = start.y;
+                    parts[m][n][2] = start.z;
+                    parts[m][n][3] = start.w;
                 }
+            }
+            float scale[MT], scale8[MT];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t a[MT][2][4];
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], words[m], 2 * half + j);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const uint4 b = x.operand(n, 2 * group + half);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][1], b.z, b.w);
+                }
+                if (F != W8 && half == 0) continue;
+                const bool second = F == W8 ? half == 1 : group == 1;  // of the step's two scales
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    scale[m] = second ? half_hi(scales[m].x) : half_lo(scales[m].x);
+                    scale8[m] = second ? half_hi(scales[m].y) : half_lo(scales[m].y);
+                }
+                add_scaled(sums, parts, scale, scale8);
+                if (F == W8 && half == 0) clear(parts);
             }
         }
     }
@@ -256,7 +338,7 @@ DEVICE void multiply(const unsigned char* slot, const unsigned char* x, const un
 // What a block carries from segment to segment.
 struct Walk {
     WeightStream stream;
-    unsigned char* ring;    // this warp's
+    unsigned char* ring;    // this warp's, and this lane's first piece in it
     unsigned char* shared_x;
     int slot;               // byte of the step's slot in the ring
     int buffer;             // byte of the current activations: 0 or X_BYTES
@@ -264,29 +346,45 @@ struct Walk {
     int last;               // the same in the last tile of tokens
 };
 
+// Sums of a segment of format F; next: what the activations behind it are multiplied with, null when it is the last.
 template <int F>
-DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, bool more, Walk& walk, Sums& sums) {
-    constexpr int CHUNK = X_COLUMNS / Tile<F>::STEP;
-    int column = s.step * Tile<F>::STEP;
+DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, const Segment* next, int end, Walk& walk,
+                        Sums& sums) {
+    constexpr int CHUNK = X_COLUMNS / Step<F>::COLUMNS;
+    int column = s.step * Step<F>::COLUMNS;
     for (int done = 0; done < s.length; done += CHUNK) {
         const bool inside = done + CHUNK < s.length;
-        Activations next;
+        Activations ahead;
         column += X_COLUMNS;
-        if (inside || more) next.fetch(p, inside ? column : 0);
-        const int steps = minimum(CHUNK, s.length - done);
-        const unsigned char* x = walk.shared_x + walk.buffer;
+        if (inside || next != nullptr) ahead.fetch(p, inside ? column : 0);
+        Columns x;
+        x.row = walk.shared_x + walk.buffer + walk.row;
+        x.last = walk.shared_x + walk.buffer + walk.last;
+        x.sums = walk.shared_x + walk.buffer + TOKENS * X_ROW_BYTES + (lane_id() & 3) * 16;
+        int steps = minimum(CHUNK, s.length - done);
+        while (steps > 0) {
+            const int run = minimum(steps, walk.stream.left);
+            steps -= run;
+            walk.stream.left -= run;
 #pragma unroll 1
-        for (int i = 0; i < steps; ++i) {
-            cp_async_wait<STAGES - 2>();
-            warp_sync();
-            const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
-            walk.stream.request(p, walk.ring + freed);
-            if (s.tiles > 0) multiply<F>(walk.ring + walk.slot, x + walk.row, x + walk.last, sums);
-            walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
-            x += Tile<F>::STEP * 2;
+            for (int i = 0; i < run; ++i) {
+                cp_async_wait<STAGES - 2>();
+                warp_sync();
+                const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
+                walk.stream.request(walk.ring + lane_id() * 16 + freed);
+                multiply<F>(walk.ring + walk.slot, x, sums);
+                walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
+                x.row += Step<F>::COLUMNS * 2;
+                x.last += Step<F>::COLUMNS * 2;
+                x.sums += Step<F>::COLUMNS / 64 * GROUP_SUMS_BYTES;
+            }
+            if (walk.stream.left == 0) walk.stream.open(p, end);
         }
         walk.buffer ^= X_BYTES;
-        if (inside || more) next.store(p, walk.shared_x + walk.buffer);
+        if (inside || next != nullptr) {
+            const int format = inside ? F : p.format[next->matrix];
+            ahead.store(p, walk.shared_x + walk.buffer, minus_bias_of(format));
+        }
         __syncthreads();
     }
 }
@@ -403,13 +501,6 @@ DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* rs
     }
 }
 
-DEVICE void clear(Sums& sums) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < NT * 4; ++i) sums[m][i / 4][i % 4] = 0.0f;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_small(const __grid_constant__ LinearSmallParams p) {
     DYNAMIC_SHARED(unsigned char, shared);
@@ -419,17 +510,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int begin = static_cast<int>(p.spans[blockIdx.x]), end = static_cast<int>(p.spans[blockIdx.x + 1]);
 
     Walk walk;
-    walk.shared_x = shared;
-    walk.ring = shared + 2 * X_BYTES + warp_index() * (STAGES * STAGE_BYTES);
+    walk.shared_x = in_register(shared);
+    walk.ring = walk.shared_x + 2 * X_BYTES + warp_index() * (STAGES * STAGE_BYTES);
     walk.slot = 0;
     walk.buffer = 0;
     walk.row = g * X_ROW_BYTES + t * 16;
     walk.last = minimum((NT - 1) * 8 + g, p.n_columns - 1) * X_ROW_BYTES + t * 16;
     walk.stream.unit = begin;
-    walk.stream.end = end;
-    walk.stream.open(p);
+    walk.stream.open(p, end);
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) walk.stream.request(p, walk.ring + i * STAGE_BYTES);
+    for (int i = 0; i < STAGES - 1; ++i) {
+        walk.stream.request(walk.ring + lane * 16 + i * STAGE_BYTES);
+        if (--walk.stream.left == 0) walk.stream.open(p, end);
+    }
 
     grid_dependency_wait();
     grid_dependency_launch();
@@ -445,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = threadIdx.x; i < p.n_parts * p.n_columns; i += adders) sum += p.ss[i];
         scratch[threadIdx.x] = sum;
     }
-    first.store(p, shared);
+    first.store(p, shared, minus_bias_of(p.format[s.matrix]));
     __syncthreads();
     if (p.ss != nullptr) {
         for (int token = warp_index(); token < p.n_columns; token += WARPS) {
@@ -464,18 +557,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     while (unit < end) {
         s = segment_at(p, unit, end);
         unit += s.length;
-        const bool more = unit < end;
+        Segment following;
+        if (unit < end) following = segment_at(p, unit, end);
+        const Segment* next = unit < end ? &following : nullptr;
         const int format = p.format[s.matrix];
         if constexpr (FORMATS >> Q4 & 1)
-            if (format == Q4) run_segment<Q4>(p, s, more, walk, sums);
+            if (format == Q4) run_segment<Q4>(p, s, next, end, walk, sums);
         if constexpr (FORMATS >> Q5 & 1)
-            if (format == Q5) run_segment<Q5>(p, s, more, walk, sums);
+            if (format == Q5) run_segment<Q5>(p, s, next, end, walk, sums);
         if constexpr (FORMATS >> Q6 & 1)
-            if (format == Q6) run_segment<Q6>(p, s, more, walk, sums);
+            if (format == Q6) run_segment<Q6>(p, s, next, end, walk, sums);
         if constexpr (FORMATS >> W8 & 1)
-            if (format == W8) run_segment<W8>(p, s, more, walk, sums);
+            if (format == W8) run_segment<W8>(p, s, next, end, walk, sums);
         if constexpr (FORMATS >> BF16 & 1)
-            if (format == BF16) run_segment<BF16>(p, s, more, walk, sums);
+            if (format == BF16) run_segment<BF16>(p, s, next, end, walk, sums);
         if (s.tiles > 0) {
             if (s.step > 0) {
                 leave_sums(p, s, sums);
@@ -487,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 finish(p, s, rstd, sums);
             }
-            clear(sums);
         }
+        clear(sums);  // of warps without a tile row, too: they have multiplied what lay in their ring
     }
 }

@@ -26,6 +26,7 @@ MAX_MATRICES = 4
 MAX_COLUMNS = 48
 TOKEN_TILE = 8
 MAX_BLOCK_SHARED = 101_376
+SUMS_TILES = 2  # as in the kernel
 EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual")  # numbered as in the kernel
 
 
@@ -93,6 +94,16 @@ class Residual:
     next_norm: int = 0
 
 
+def step_columns(matrix: PackedMatrix) -> int:
+    """Columns of a step of the kernel: a block's, or half a block's for BF16, whose blocks are large."""
+    return matrix.tile.step if matrix.tile.group else matrix.tile.step // 2
+
+
+def step_bytes(tile: TileFormat) -> int:
+    """Bytes of a step of a tile row."""
+    return tile.block_bytes if tile.group else tile.block_bytes // 2
+
+
 def token_tiles(n_columns: int) -> int:
     """Tiles of eight token columns."""
     return -(-n_columns // TOKEN_TILE)
@@ -102,8 +113,9 @@ def kernel_spec(
     formats: frozenset[TileFormat], epilogue: Epilogue, tiles: int, tuning: LinearSmallTuning
 ) -> KernelSpec:
     """The variant for matrices of ``formats`` and 8 · ``tiles`` columns."""
-    slot = max(f.block_bytes for f in formats)
-    x_bytes = 2 * TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64)
+    slot = max(step_bytes(f) for f in formats)
+    sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
+    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
     stage_bytes = tuning.warps * tuning.tile_rows * slot
     budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED)
     stages = min((budget - x_bytes) // stage_bytes, tuning.max_stages)
@@ -133,9 +145,14 @@ def specs(
     ]
 
 
+def k_steps(matrix: PackedMatrix) -> int:
+    """Steps of a tile row."""
+    return matrix.k_padded // step_columns(matrix)
+
+
 def n_units(matrix: PackedMatrix, block_tiles: int) -> int:
     """(row block, step) pairs of a matrix; a row block is ``block_tiles`` tile rows."""
-    return -(-matrix.n_tiles // block_tiles) * matrix.k_steps
+    return -(-matrix.n_tiles // block_tiles) * k_steps(matrix)
 
 
 def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, n_blocks: int) -> npt.NDArray[np.uint32]:
@@ -149,7 +166,7 @@ def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, n_blocks: int)
         row_blocks = -(-matrix.n_tiles // block_tiles)
         filled = np.full(row_blocks, block_tiles, np.float64)
         filled[-1] = matrix.n_tiles - block_tiles * (row_blocks - 1)
-        weights.append(np.repeat(matrix.block_bytes * (filled + block_tiles) / 2, matrix.k_steps))
+        weights.append(np.repeat(step_bytes(matrix.tile) * (filled + block_tiles) / 2, k_steps(matrix)))
     ends = np.concatenate([[0.0], np.cumsum(np.concatenate(weights))])
     n_blocks = min(n_blocks, ends.size - 1)
     targets = ends[-1] * np.arange(n_blocks + 1) / n_blocks
@@ -271,7 +288,7 @@ class LinearSmall:
             if i < len(self.matrices):
                 matrix = self.matrices[i]
                 p.tiles[i], p.format[i] = matrix.pointer, matrix.tile.code
-                p.n_out[i], p.n_tiles[i], p.k_steps[i] = matrix.n_outputs, matrix.n_tiles, matrix.k_steps
+                p.n_out[i], p.n_tiles[i], p.k_steps[i] = matrix.n_outputs, matrix.n_tiles, k_steps(matrix)
                 first += n_units(matrix, variant.block_tiles)
         for i, output in enumerate(outputs):
             p.out[i], p.out_float[i] = output.pointer, output.is_float
