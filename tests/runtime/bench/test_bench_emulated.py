@@ -1,0 +1,58 @@
+"""The benchmarks drive the CUDA program on the emulator: pretended lengths, device times, late chunks, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ninfer_runtime.backends.base import Backend
+from ninfer_runtime.backends.cuda.backend import CudaBackend
+from ninfer_runtime.bench import decode, load, prefill, running
+from ninfer_runtime.bench.decode import Shape
+from ninfer_runtime.bench.running import BenchOptions, Room
+from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
+from tests.emulator.device import EmulatedDevice
+from tests.runtime.artifacts import TRAINED
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchOptions]:
+    """A synthetic tiny model, and a cuda backend without a card."""
+    path = tmp_path / "tiny.ninfer"
+    write_synthetic(plan_synthetic("tiny/groupwise-int", config=TRAINED / "dense" / "config.json"), path)
+    with EmulatedDevice() as device:
+
+        def emulated(name: str) -> Backend:
+            return CudaBackend(device)
+
+        monkeypatch.setattr(running, "backend", emulated)
+        monkeypatch.setattr(running, "SEED_TOKENS", 64)
+        for module in (load, prefill):
+            monkeypatch.setattr(module, "REPEATS", 1)
+        yield BenchOptions(path, prefill_chunk=64)
+
+
+def test_rounds_prompts_and_late_chunks_pass_their_checks(options: BenchOptions) -> None:
+    shape, wide = Shape(200, rounds=8), Shape(130, 2, 2, rounds=8)
+    with running.running(options, shape.room.including(wide.room)) as run:
+        assert decode.finite_logits(run, 64, 0) == ""
+        rounds, host = decode.decode(run, shape, 0)
+        assert rounds.id == "decode/tiny/groupwise-int/c1/ctx200"
+        assert rounds.problem == host.problem == ""
+        assert 0 <= host.value < 1
+        assert decode.problem_of(run, wide, decode.time_rounds(run, wide, 1), 1) == ""
+        prompt = prefill.prefill(run, prefill.Prompt(70), 0)
+        late = prefill.attention(run, prefill.LateChunk(128, 8), 0)
+        assert prompt.problem == ""
+        assert late is not None
+        assert late.problem == ""
+
+
+def test_loading_counts_the_bytes_that_the_program_moved(options: BenchOptions) -> None:
+    weights, start = load.load(options)
+    with running.running(options, Room()) as run:
+        assert weights.details["bytes"] < run.artifact.file_bytes
+    assert weights.limit == "load_gbps"
+    assert weights.problem == start.problem == ""
