@@ -95,26 +95,10 @@ DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
     return {matrix, 2 * (pair - p.first_pair[matrix])};
 }
 
-// The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS, and its word of scales.
+// The copying side of the ring: this thread's chunk of every stage, one token in TOKENS_PER_PASS.
 struct Copies {
-    uint32_t token_source;  // byte of the chunk from p.x on
-    int valid_passes;       // passes whose token exists
-    const uint8_t* scale_source;
-    int scale_step;  // bytes between two stages; 0: no scales
-
-    DEVICE Copies(const LinearLargeParams& p, int token_tile, const Assignment& a, int stage) {
-        const int first = token_tile * TOKENS + static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
-        const int column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
-        token_source = (static_cast<uint32_t>(first) * p.x_stride + column) * 2;
-        valid_passes = ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS);
-        scale_step = 0;
-        if (a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
-            const int lane = static_cast<int>(lane_id());
-            const int64_t row = minimum(a.tile_row + lane / 16, p.n_tile_rows[a.matrix] - 1);
-            scale_step = p.stage_bytes[a.matrix];
-            scale_source = p.tiles[a.matrix] + (row * p.stages + stage) * scale_step + p.scales_at[a.matrix] + lane % 16 * 4;
-        }
-    }
+    uint32_t source;   // byte of the chunk from p.x on
+    int valid_passes;  // passes whose token exists
 
     // Copies one stage to `slot` of the ring and goes on to the next.
     DEVICE void copy(const LinearLargeParams& p, unsigned char* slot) {
@@ -122,27 +106,42 @@ struct Copies {
         const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
         unsigned char* to = slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
         const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
-        uint32_t from = token_source;
+        uint32_t from = source;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             const bool valid = i < valid_passes;
             cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
             from += TOKENS_PER_PASS * 2 * p.x_stride;
         }
-        token_source += STAGE_COLUMNS * 2;
-        if (scale_step) cp_async_4(slot + TOKEN_BYTES + threadIdx.x * 4, scale_source);
-        scale_source += scale_step;
-    }
-
-    // The first stages of a piece of n.
-    DEVICE void start(const LinearLargeParams& p, unsigned char* ring, int n) {
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) {
-            if (i < n) copy(p, ring + i * STAGE_BYTES);
-            cp_async_commit();
-        }
+        source += STAGE_COLUMNS * 2;
     }
 };
+
+// The copies of `n` stages of a tile from `stage` on, the first STAGES - 1 of them under way.
+DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, const Assignment& a, int token_tile,
+                           int stage, int n) {
+    const int first = token_tile * TOKENS + static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
+    const int column = stage * STAGE_COLUMNS + static_cast<int>(threadIdx.x) % STAGE_CHUNKS * 8;
+    Copies copies = {(static_cast<uint32_t>(first) * p.x_stride + column) * 2,
+                     ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS)};
+    const uint8_t* scales = nullptr;  // a word of this lane's
+    int step = 0;
+    if (a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
+        const int lane = static_cast<int>(lane_id());
+        const int64_t row = minimum(a.tile_row + lane / 16, p.n_tile_rows[a.matrix] - 1);
+        step = p.stage_bytes[a.matrix];
+        scales = p.tiles[a.matrix] + (row * p.stages + stage) * step + p.scales_at[a.matrix] + lane % 16 * 4;
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < n) {
+            copies.copy(p, ring + i * STAGE_BYTES);
+            if (step) cp_async_4(ring + i * STAGE_BYTES + TOKEN_BYTES + threadIdx.x * 4, scales + i * step);
+        }
+        cp_async_commit();
+    }
+    return copies;
+}
 
 // The scale as two bf16 numbers, each twice, whose sum it is: code * upper + (code * lower) is rounded once.
 DEVICE void split_scale(float scale, uint32_t (&parts)[2]) {
@@ -224,6 +223,19 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
     int slot = 0;
     // Makes the operand of half `half` of group `group` from words that are here, and asks for the next ones.
     const auto prepare = [&](int group, int half, int left) {
+        if (FORMAT == BF16) {  // words are the operand: only the next ones are asked for
+            if (group == 0 && half == 0 && left > 1) {
+                at[0] += ROW_STAGE_BYTES;
+                at[1] += ROW_STAGE_BYTES;
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                weights[m].load(tiles, at[m], group, half, lane);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
+            }
+            return;
+        }
         if (group == 0 && half == 0) {
             cp_async_wait<STAGES - 2>();
             warp_sync();  // scales are copied and read by the same warp
@@ -245,13 +257,13 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
         for (int m = 0; m < 2; ++m) {
             const uint32_t row = minimum(a.tile_row + m, p.n_tile_rows[a.matrix] - 1);
             at[m] = (row * p.stages + begin) * ROW_STAGE_BYTES;
-            weights[m].load(tiles, at[m], 0, 0, lane);
+            if (FORMAT != BF16) weights[m].load(tiles, at[m], 0, 0, lane);
         }
-        prepare(0, 0, end - begin);
+        prepare(0, 0, 1);
     }
 #pragma unroll 1
     for (int left = end - begin; left > 0; --left) {
-        if (IDLE) cp_async_wait<STAGES - 2>();
+        if (IDLE || FORMAT == BF16) cp_async_wait<STAGES - 2>();
         __syncthreads();
         const unsigned char* tokens_at = ring + slot + g * 128;
         unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
@@ -261,6 +273,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                 uint32_t now[2][2][4];
 #pragma unroll
                 for (int i = 0; i < 16; ++i) now[i / 8][i / 4 % 2][i % 4] = operand[i / 8][i / 4 % 2][i % 4];
+                if (FORMAT == BF16) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
 #pragma unroll
                 for (int n0 = 0; n0 < N_TILES; n0 += N_BLOCK) {
                     uint4 tokens[N_BLOCK];
@@ -281,11 +294,17 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                 }
             }
             if (half == 0) {
-                if (left >= STAGES) copies.copy(p, free_slot);
+                if (left >= STAGES) {
+                    copies.copy(p, free_slot);
+                    if (!IDLE && Lane::STAGED_SCALES)
+                        cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
+                                   tiles + ((lane < 16 ? at[0] : at[1]) + (STAGES - 1) * ROW_STAGE_BYTES +
+                                            Lane::Layout::SCALES_AT + lane % 16 * 4));
+                }
                 cp_async_commit();
             }
             if (half == 3) slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-            if (!IDLE) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
+            if (!IDLE && FORMAT != BF16) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
         }
     }
     __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
@@ -441,11 +460,10 @@ DEVICE Piece piece_of(const LinearLargeParams& p, int index) {
     return {p.whole_tiles + in_line, begin, minimum(last - start, p.stages), start + p.stages};
 }
 
-DEVICE Copies started(const LinearLargeParams& p, unsigned char* ring, int index) {
+DEVICE Copies start_piece(const LinearLargeParams& p, unsigned char* ring, int index) {
     const Piece piece = piece_of(p, index);
-    Copies copies(p, piece.tile % p.token_tiles, assignment(p, piece.tile / p.token_tiles), piece.begin);
-    copies.start(p, ring, piece.end - piece.begin);
-    return copies;
+    return start_copies(p, ring, assignment(p, piece.tile / p.token_tiles), piece.tile % p.token_tiles, piece.begin,
+                        piece.end - piece.begin);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -455,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // A piece is derived from its index wherever it is needed: while sums grow, every register counts. The copies of the
     // next piece are under way while one is finished.
-    Copies copies = started(p, ring, 0);
+    Copies copies = start_piece(p, ring, 0);
     for (int index = 0;; ++index) {
         Sums sums;
         clear(sums);
@@ -473,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     multiply_if<4>(p, copies, a, ring, piece.begin, piece.end, sums);
             }
         }
-        copies = started(p, ring, index + 1);
+        copies = start_piece(p, ring, index + 1);
         const Piece piece = piece_of(p, index);
         if (piece.begin > 0) {
             leave(p, sums);
