@@ -27,7 +27,8 @@ FORMATS = tuple(TILE_FORMATS)
 def to_bf16(values: npt.NDArray[np.floating]) -> Floats:
     """Nearest bf16, ties to even, of any float64 in the normal range."""
     mantissa, exponent = np.frexp(values.astype(np.float64))
-    return np.ldexp(np.rint(mantissa * 256), exponent - 8)
+    rounded: Floats = np.ldexp(np.rint(mantissa * 256), exponent - 8)
+    return rounded
 
 
 def bf16_words(values: Floats) -> npt.NDArray[np.uint16]:
@@ -80,7 +81,8 @@ def random_activations(
 
 def bound(x: Floats, w: Floats) -> Floats:
     """Largest error of fp32 sums in any order, and then some: 2e-6 |x| |w|."""
-    return 2e-6 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
+    limit: Floats = 2e-6 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
+    return limit
 
 
 def run(
