@@ -108,6 +108,7 @@ class EmulatedStream:
 
     def __init__(self, device: "EmulatedDevice") -> None:
         self._device = device
+        self.lock = device.lock
         self._pending: deque[Work] = deque()
         self.recording: list[Work] | None = None
         self.n_queued = 0
@@ -118,16 +119,18 @@ class EmulatedStream:
         if self.recording is not None:
             self.recording.append(work)
             return
-        self.n_queued += 1
-        self._pending.append(work)
-        if not self._device.lazy:
-            self.run_until(self.n_queued)
+        with self.lock:
+            self.n_queued += 1
+            self._pending.append(work)
+            if not self._device.lazy:
+                self.run_until(self.n_queued)
 
     def run_until(self, count: int) -> None:
         """Do the work up to the ``count``-th piece ever queued."""
-        while self.n_done < count:
-            self.n_done += 1
-            self._pending.popleft()()
+        with self.lock:
+            while self.n_done < count:
+                self.n_done += 1
+                self._pending.popleft()()
 
     def synchronize(self) -> None:
         """Do everything that is queued."""
@@ -161,8 +164,9 @@ class EmulatedEvent:
         """Put the point behind the work queued so far."""
         assert isinstance(stream, EmulatedStream)
         stream.refuse_while_recording("recording an event")
-        self._stream, self._position = stream, stream.n_queued + 1
-        stream.queue(self._passed)
+        with stream.lock:
+            self._stream, self._position = stream, stream.n_queued + 1
+            stream.queue(self._passed)
 
     def _passed(self) -> None:
         self._seconds = time.perf_counter()
@@ -301,6 +305,7 @@ class EmulatedDevice:
         self.total_bytes = total_bytes
         self.lazy = lazy
         self.cpu_seconds = cpu_seconds
+        self.lock = threading.RLock()  # a load queues from several threads
         self.memory = Memory(total_bytes, marked=watch)
         self.running = Running()
         self._builder = Builder(folders, watch=watch)
