@@ -71,17 +71,19 @@ class Lab:
     def round(self, n_rows: int, n_columns: int, rows: int) -> None:
         """All layers of a round."""
         for i in range(GEOMETRY.n_layers):
+            state = self.rig.layout.layer(i, self.rig.states, self.rig.records)
             self.decode.launch(
                 self.stream, n_rows=n_rows, n_columns=n_columns, rows=rows, inputs=self.inputs,
-                weights=self.rig.weights, state=self.rig.layout.layer(i, self.rig.states, self.rig.records), out=self.out,
+                weights=self.rig.weights, state=state, out=self.out,
             )  # fmt: skip
 
     def chunk(self, n_tokens: int, parts: tuple[str, ...]) -> None:
         """Prefill of some layers; ``parts`` of ``GdnPrefill`` are left out."""
         for i in range(PREFILL_LAYERS):
+            state = self.rig.layout.layer(i, self.rig.states, self.rig.records)
             self.prefill.launch(
                 self.stream, n_tokens=n_tokens, slot=0, inputs=self.inputs, weights=self.rig.weights, out=self.out,
-                state=self.rig.layout.layer(i, self.rig.states, self.rig.records), workspace=self.workspace, skip=parts,
+                state=state, workspace=self.workspace, skip=parts,
             )  # fmt: skip
 
 

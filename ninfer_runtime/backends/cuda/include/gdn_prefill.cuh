@@ -44,11 +44,22 @@ DEVICE unsigned char* swizzled(unsigned char* tile, int row, int vector) {
     return tile + row * (GDN_DIM * 2) + ((vector ^ (row & 7)) << 4);
 }
 
-// Copy a block of 64 rows, row-major in global memory, into a swizzled tile.
-DEVICE void copy_rows(unsigned char* tile, const unsigned char* block, int thread, int n_threads) {
-    for (int i = thread; i < KEY_BLOCK / 16; i += n_threads) cp_async_16(swizzled(tile, i >> 4, i & 15), block + 16 * i);
+// Copy a block of 64 rows, row-major in global memory, into a swizzled tile; all threads of the block.
+DEVICE void copy_rows(unsigned char* tile, const unsigned char* block) {
+    constexpr int ROWS = THREADS / 16;  // of 16 vectors, per step; a multiple of 8, so that a thread's swizzle stays
+    static_assert(THREADS % 128 == 0 && CHUNK % ROWS == 0, "whole rows");
+    const int thread = static_cast<int>(threadIdx.x);
+    unsigned char* const shared = swizzled(tile, thread / 16, thread % 16);
+    block += 16 * thread;
+#pragma unroll
+    for (int i = 0; i < CHUNK / ROWS; ++i) cp_async_16(shared + i * ROWS * GDN_DIM * 2, block + i * 16 * THREADS);
 }
 
-DEVICE void copy_linear(unsigned char* shared, const unsigned char* global, int n_bytes, int thread, int n_threads) {
-    for (int i = 16 * thread; i < n_bytes; i += 16 * n_threads) cp_async_16(shared + i, global + i);
+template <int BYTES>
+DEVICE void copy_linear(void* shared, const void* global) {
+    const int first = 16 * static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < BYTES; i += 16 * THREADS)
+        if (BYTES - i >= 16 * THREADS || first < BYTES - i)
+            cp_async_16(static_cast<unsigned char*>(shared) + first + i, static_cast<const unsigned char*>(global) + first + i);
 }

@@ -4,12 +4,13 @@
 // qk [T][2 KEY_HEADS 128] (q | k), vz [T][2 VALUE_HEADS 128] (v | z), taps [4][channels], norm [128], out [T][value
 // width]: bf16; a, b [T][VALUE_HEADS], a_log, dt_bias [VALUE_HEADS]: fp32. Column i of row b is line n_columns b + i; out is
 // zero in lines of columns that are not evaluated.
-// State S fp32 [slot][value head][value 128][key 128], history bf16 [slot][3][channels], records: gdn.cuh. All pointers
-// and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 512 threads.
+// State S fp32 [slot][value head][value 128][key 128], history bf16 [slot][3][channels], records: gdn_step.cuh. All pointers
+// and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 512 / PASSES threads: with two
+// passes more heads are under way at a time, each reads half of its state a second time, from L2.
 // What the pending columns need was written launches ago and is read ahead of the dependency wait.
 // Reference: backends/reference/gdn.py in bfloat16; out within 1 bf16 ulp where the convolution's are equal.
 #include "common.cuh"
-#include "gdn.cuh"
+#include "gdn_step.cuh"
 
 struct GdnDecodeParams {
     const RowState* rows;
@@ -39,11 +40,8 @@ struct GdnDecodeParams {
 namespace {
 
 constexpr int WARPS = THREADS / WARP_LANES;
-static_assert(THREADS == GDN_STEP_THREADS, "a head's state fills the registers of 512 threads");
-constexpr int PART_VECTORS = GDN_DIM / 8, LINE_VECTORS = 4 * PART_VECTORS;  // of 16 bytes: [query | key | value | z]
-static_assert(THREADS - WARP_LANES >= MAX_COLUMNS * LINE_VECTORS, "a thread copies one vector; a warp is left for gates");
-static_assert(THREADS >= (GDN_HISTORY + GDN_TAPS) * GDN_HEAD_VECTORS, "a thread copies one vector of history or taps");
 static_assert(MAX_COLUMNS >= 1 && MAX_COLUMNS <= WARPS, "a warp writes a column of the result");
+constexpr int PART_VECTORS = GDN_DIM / 8, LINE_VECTORS = 4 * PART_VECTORS;  // of 16 bytes: [query | key | value | z]
 
 // Rows of 384 channels are [query | key | value] of the head.
 struct Shared {
@@ -80,17 +78,18 @@ DEVICE void stage_history(Shared& shared, const GdnDecodeParams& p, int slot, in
     const GdnChannels channels(static_cast<int>(blockIdx.x));
     // The history that this round continues: after a fold the columns behind the folded ones, which no block writes.
     uint16_t* const own_history = reinterpret_cast<uint16_t*>(p.history + slot * p.state_slot_stride);
-    const int j = thread / GDN_HEAD_VECTORS, vector = thread % GDN_HEAD_VECTORS, channel = channels.vector(vector);
-    const uint16_t* source = p.taps + (j - GDN_HISTORY) * GDN_CHANNELS;
-    if (j < GDN_HISTORY)
-        source = (pending > 0 ? record_of(p, p.rows[row].fold_buffer).window(pending) : own_history) + j * GDN_CHANNELS;
-    const uint4 words = j < GDN_HISTORY + GDN_TAPS ? load_16(source + channel) : uint4{};
-    if (j < GDN_HISTORY && channels.owns(vector)) {
-        if (pending > 0) store_16(own_history + j * GDN_CHANNELS + channel, words);
-        if (p.rows[row].n_columns > 0) store_16(record_of(p, p.rows[row].record_buffer).window(j) + channel, words);
-    }
-    uint16_t* const target = j < GDN_HISTORY ? shared.window[j] : shared.taps[j - GDN_HISTORY];
-    if (j < GDN_HISTORY + GDN_TAPS) *reinterpret_cast<uint4*>(target + 8 * vector) = words;
+    deal<(GDN_HISTORY + GDN_TAPS) * GDN_HEAD_VECTORS>([&](int i) {
+        const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, channel = channels.vector(vector);
+        const uint16_t* source = p.taps + (j - GDN_HISTORY) * GDN_CHANNELS;
+        if (j < GDN_HISTORY)
+            source = (pending > 0 ? record_of(p, p.rows[row].fold_buffer).window(pending) : own_history) + j * GDN_CHANNELS;
+        const uint4 words = load_16(source + channel);
+        if (j < GDN_HISTORY && channels.owns(vector)) {
+            if (pending > 0) store_16(own_history + j * GDN_CHANNELS + channel, words);
+            if (p.rows[row].n_columns > 0) store_16(record_of(p, p.rows[row].record_buffer).window(j) + channel, words);
+        }
+        *reinterpret_cast<uint4*>((j < GDN_HISTORY ? shared.window[j] : shared.taps[j - GDN_HISTORY]) + 8 * vector) = words;
+    });
     if (thread < GDN_DIM / 8) *reinterpret_cast<uint4*>(&shared.norm[8 * thread]) = load_16(p.norm + 8 * thread);
 }
 
@@ -98,8 +97,9 @@ DEVICE void stage_history(Shared& shared, const GdnDecodeParams& p, int slot, in
 DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_columns, const GdnChannels& channels) {
     const int line = static_cast<int>(blockIdx.y) * p.n_columns, head = shared.head;
     const GdnRecord record = record_of(p, p.rows[blockIdx.y].record_buffer);
-    const int c = static_cast<int>(threadIdx.x) / LINE_VECTORS, vector = static_cast<int>(threadIdx.x) % LINE_VECTORS;
-    if (c < n_columns) {
+    deal<MAX_COLUMNS * LINE_VECTORS>([&](int i) {
+        const int c = i / LINE_VECTORS, vector = i % LINE_VECTORS;
+        if (c >= n_columns) return;
         const int part = vector / PART_VECTORS, within = 8 * (vector % PART_VECTORS);
         const uint16_t* source = part < 2 ? p.qk + static_cast<int64_t>(line + c) * p.qk_stride + channels.first(part)
                                           : p.vz + static_cast<int64_t>(line + c) * p.vz_stride +
@@ -111,7 +111,7 @@ DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_column
             *reinterpret_cast<uint4*>(&shared.window[GDN_HISTORY + c][8 * vector]) = words;
             if (channels.owns(vector)) store_16(record.window(GDN_HISTORY + c) + channels.first(part) + within, words);
         }
-    }
+    });
     const int own = static_cast<int>(threadIdx.x) - (THREADS - WARP_LANES);
     if (own >= 0 && own < n_columns) {
         const int at = (line + own) * p.gate_stride + head;
@@ -137,8 +137,8 @@ DEVICE void prepare_column(Shared& shared, const GdnDecodeParams& p, int c, int 
         put_4(shared.columns.value[c], lane, x);
         return;
     }
-    l2_normalize(x);
     if (part == 1) {
+        l2_normalize(x);
         put_4(shared.columns.key[c], lane, x);
         if (channels.owns_key) {
             float* const recorded = record_of(p, p.rows[blockIdx.y].record_buffer).key(c, shared.head / GDN_RATIO);
@@ -146,13 +146,35 @@ DEVICE void prepare_column(Shared& shared, const GdnDecodeParams& p, int c, int 
         }
         return;
     }
+    convolved(key, shared, c, 1);
+    const float product = warp_sum(dot_4(key, x)), key_square = warp_sum(dot_4(key, key));
+    const float scale = mul_rn(l2_normalize(x), GDN_QUERY_SCALE);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = mul_rn(x[i], GDN_QUERY_SCALE);
     put_4(shared.columns.query[c], lane, x);
-    convolved(key, shared, c, 1);
-    l2_normalize(key);
-    const float key_query = warp_sum(dot_4(key, x));
-    if (lane == 0) shared.columns.key_query[c] = key_query;
+    if (lane == 0) shared.columns.key_query[c] = mul_rn(product, mul_rn(scale, rsqrt_approx(key_square + GDN_L2_EPS)));
+}
+
+// Outputs and corrections of the rows in registers, column after column.
+DEVICE void evaluate(float (&s)[2][16], Shared& shared, int n_columns, int pass, GdnLane at) {
+    const int row = pass * GDN_PASS_ROWS + at.row;
+#pragma unroll 1
+    for (int c = 0; c < n_columns; ++c) {
+        const GdnGates gates = shared.columns.gates[c];
+        float u[2], decayed[2];
+        correction(s, shared.columns.key[c], &shared.columns.value[c][row], gates, at, u);
+        state_times(s, shared.columns.query[c], at, decayed);
+        // o = alpha S q + (k . q) u: the last column needs no new state.
+        if (at.part == 0) {
+            const float key_query = shared.columns.key_query[c];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                shared.correction[c][row + r] = u[r];
+                shared.out[c][row + r] = fmaf(key_query, u[r], mul_rn(gates.alpha, decayed[r]));
+            }
+        }
+        if (c + 1 < n_columns) advance_state(s, shared.columns.key[c], gates.alpha, u, at);
+    }
 }
 
 }  // namespace
@@ -171,12 +193,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
         load_pending(shared->pending, record_of(p, p.rows[row].fold_buffer), pending, static_cast<int>(blockIdx.x));
     __syncthreads();
     float s[2][16];
-    load_state(s, matrix_of(p), at);
-    if (pending > 0) {
-        fold_columns(s, pending, shared->pending, at);
-        store_state(s, matrix_of(p), at);
-        __syncthreads();
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; ++pass) {
+        load_state(s, matrix_of(p), pass, at);
+        if (pending > 0) {
+            fold_columns(s, pending, shared->pending, pass, at);
+            store_state(s, matrix_of(p), pass, at);
+        }
     }
+    __syncthreads();
     // What follows is derived anew, from shared memory: 64 registers hold no more than the step.
     const int head = shared->head, n_columns = p.rows[row].n_columns;
     const int lane = static_cast<int>(lane_id()), warp = warp_index();
@@ -190,22 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
     for (int task = warp; task < 3 * n_columns; task += WARPS) prepare_column(*shared, p, task / 3, task % 3, channels);
     __syncthreads();
 
+    // The rows of the last pass are still in registers.
 #pragma unroll 1
-    for (int c = 0; c < n_columns; ++c) {
-        const GdnGates gates = shared->columns.gates[c];
-        float u[2], decayed[2];
-        correction(s, shared->columns.key[c], shared->columns.value[c], gates, at, u);
-        state_times(s, shared->columns.query[c], at, decayed);
-        // o = alpha S q + (k . q) u: the last column needs no new state.
-        if (at.part == 0) {
-            const float key_query = shared->columns.key_query[c];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                shared->correction[c][at.row + r] = u[r];
-                shared->out[c][at.row + r] = fmaf(key_query, u[r], mul_rn(gates.alpha, decayed[r]));
-            }
-        }
-        if (c + 1 < n_columns) advance_state(s, shared->columns.key[c], gates.alpha, u, at);
+    for (int pass = PASSES - 1; pass >= 0; --pass) {
+        if (pass < PASSES - 1) load_state(s, matrix_of(p), pass, at);
+        evaluate(s, *shared, n_columns, pass, at);
     }
     __syncthreads();
 

@@ -2,7 +2,7 @@
 // bit for bit. entries: one per slot. States, histories and records as in gdn_decode.cu.
 // Grid: (VALUE_HEADS, layers, entries), 512 threads. Reference: backends/reference/gdn.py `replay`.
 #include "common.cuh"
-#include "gdn.cuh"
+#include "gdn_step.cuh"
 
 struct GdnFoldEntry {
     int slot, n_columns, buffer, reserved;
@@ -33,7 +33,7 @@ DEVICE float* matrix_of(const GdnFoldParams& p) {
 }  // namespace
 
 static_assert(sizeof(GdnPending) <= BLOCK_SHARED, "dynamic shared memory of the launch");
-static_assert(THREADS == GDN_STEP_THREADS, "a head's state fills the registers of 512 threads");
+static_assert(PASSES == 1, "the whole head at once");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const __grid_constant__ GdnFoldParams p) {
     DYNAMIC_SHARED(GdnPending, pending);
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const
     }
     load_pending(*pending, record, entry.n_columns, head);
     float s[2][16];
-    load_state(s, matrix_of(p), at);
+    load_state(s, matrix_of(p), 0, at);
     __syncthreads();
-    fold_columns(s, entry.n_columns, *pending, at);
-    store_state(s, matrix_of(p), at);  // the address is made again: 64 registers hold no more than the step
+    fold_columns(s, entry.n_columns, *pending, 0, at);
+    store_state(s, matrix_of(p), 0, at);  // the address is made again: 64 registers hold no more than the step
 }

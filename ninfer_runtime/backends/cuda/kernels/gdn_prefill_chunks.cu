@@ -195,17 +195,28 @@ DEVICE void invert_diagonal(Shared& shared, int pair) {
     for (int i = 0; i < 16; ++i) shared.matrix[first + i][first + column] = t[i];
 }
 
-// out[i][c..c+WIDTH) = SIGN * sum_l x[i][l] y[l][c..c+WIDTH), l < LENGTH.
-template <int LENGTH, int WIDTH, int X_PITCH, int Y_PITCH>
+template <int WIDTH>
+struct alignas(4 * WIDTH) Columns {
+    float v[WIDTH];
+};
+
+// out[c..c+WIDTH) = sign * sum_l x_row[l] y[l][c..c+WIDTH), l < LENGTH.
+template <int LENGTH, int WIDTH, int Y_PITCH>
 DEVICE void row_times_matrix(const float* x_row, const float* y, int column, float sign, float* out) {
-    float sum[WIDTH] = {};
-#pragma unroll 8
-    for (int l = 0; l < LENGTH; ++l) {
+    Columns<WIDTH> sum = {};
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) sum[e] = fmaf(x_row[l], y[l * Y_PITCH + column + e], sum[e]);
+    for (int l = 0; l < LENGTH; l += 4) {
+        const Float4 x = *reinterpret_cast<const Float4*>(x_row + l);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Columns<WIDTH> row = *reinterpret_cast<const Columns<WIDTH>*>(y + (l + i) * Y_PITCH + column);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) sum.v[e] = fmaf(x.v[i], row.v[e], sum.v[e]);
+        }
     }
 #pragma unroll
-    for (int e = 0; e < WIDTH; ++e) out[column + e] = sign * sum[e];
+    for (int e = 0; e < WIDTH; ++e) sum.v[e] *= sign;
+    *reinterpret_cast<Columns<WIDTH>*>(out + column) = sum;
 }
 
 // The inverse of the whole from those of its diagonal blocks: T21 = -T22 A21 T11, for sizes 16 and 32.
@@ -216,17 +227,17 @@ DEVICE void invert_rest(Shared& shared) {
         const int first = thread / 128 * 32, i = thread % 128 / 8, column = thread % 8 * 2;
         float* const block = &shared.matrix[first][first];
         float* const product = shared.product[thread / 128 * 16];
-        row_times_matrix<16, 2, PITCH, PITCH>(block + (16 + i) * PITCH, block, column, 1.0f, product + i * PRODUCT_PITCH);
+        row_times_matrix<16, 2, PITCH>(block + (16 + i) * PITCH, block, column, 1.0f, product + i * PRODUCT_PITCH);
         __syncthreads();
-        row_times_matrix<16, 2, PITCH, PRODUCT_PITCH>(block + (16 + i) * PITCH + 16, product, column, -1.0f,
+        row_times_matrix<16, 2, PRODUCT_PITCH>(block + (16 + i) * PITCH + 16, product, column, -1.0f,
                                                       block + (16 + i) * PITCH);
         __syncthreads();
     }
     const int i = thread / 8, column = thread % 8 * 4;
     float* const block = &shared.matrix[0][0];
-    row_times_matrix<32, 4, PITCH, PITCH>(block + (32 + i) * PITCH, block, column, 1.0f, shared.product[i]);
+    row_times_matrix<32, 4, PITCH>(block + (32 + i) * PITCH, block, column, 1.0f, shared.product[i]);
     __syncthreads();
-    row_times_matrix<32, 4, PITCH, PRODUCT_PITCH>(block + (32 + i) * PITCH + 32, shared.product[0], column, -1.0f,
+    row_times_matrix<32, 4, PRODUCT_PITCH>(block + (32 + i) * PITCH + 32, shared.product[0], column, -1.0f,
                                                   block + (32 + i) * PITCH);
     __syncthreads();
 }

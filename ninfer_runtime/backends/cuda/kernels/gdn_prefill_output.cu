@@ -41,16 +41,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int64_t block = static_cast<int64_t>(blockIdx.y) * VALUE_HEADS + head;
     const int64_t key_block = static_cast<int64_t>(blockIdx.y) * KEY_HEADS + head / GDN_RATIO;
     const GdnWorkspace& from = p.workspace;
-    copy_rows(shared->query, from.query + key_block * KEY_BLOCK, thread, THREADS);
-    copy_rows(shared->key, from.key + key_block * KEY_BLOCK, thread, THREADS);
-    if (thread < CHUNK) {
-        cp_async_4(&shared->decay[thread], from.decay + block * CHUNK + thread);
-        cp_async_4(&shared->query_scale[thread], from.query_scale + key_block * CHUNK + thread);
-        cp_async_4(&shared->key_scale[thread], from.key_scale + key_block * CHUNK + thread);
-    }
+    copy_rows(shared->query, from.query + key_block * KEY_BLOCK);
+    copy_rows(shared->key, from.key + key_block * KEY_BLOCK);
+    copy_linear<SCALAR_BLOCK>(shared->decay, from.decay + block * CHUNK);
+    copy_linear<SCALAR_BLOCK>(shared->query_scale, from.query_scale + key_block * CHUNK);
+    copy_linear<SCALAR_BLOCK>(shared->key_scale, from.key_scale + key_block * CHUNK);
     cp_async_commit();
-    copy_linear(shared->state, from.state + block * STATE_BLOCK, STATE_BLOCK, thread, THREADS);
-    copy_linear(shared->values, from.u + block * U_BLOCK, U_BLOCK, thread, THREADS);
+    copy_linear<STATE_BLOCK>(shared->state, from.state + block * STATE_BLOCK);
+    copy_linear<U_BLOCK>(shared->values, from.u + block * U_BLOCK);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
@@ -96,10 +94,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         weights[pair][0] = piece.x, weights[pair][1] = piece.z, weights[pair][2] = piece.y, weights[pair][3] = piece.w;
     }
     __syncthreads();  // the keys have been read, z takes their place
-    for (int i = thread; i < KEY_BLOCK / 16; i += THREADS) {
-        const int t = first + (i >> 4);
-        const uint16_t* const z = p.vz + static_cast<int64_t>(minimum(t, p.n_tokens - 1)) * p.vz_stride + GDN_VALUE_WIDTH;
-        cp_async_16_zfill(swizzled(shared->key, i >> 4, i & 15), z + head * GDN_DIM + 8 * (i & 15), t < p.n_tokens);
+    const uint16_t* const z = p.vz + GDN_VALUE_WIDTH + head * GDN_DIM + 8 * (thread % 16);
+#pragma unroll
+    for (int row = thread / 16; row < CHUNK; row += THREADS / 16) {
+        const int t = first + row;
+        cp_async_16_zfill(swizzled(shared->key, row, thread % 16),
+                          z + static_cast<int64_t>(minimum(t, p.n_tokens - 1)) * p.vz_stride, t < p.n_tokens);
     }
     cp_async_commit();
     cp_async_wait<1>();

@@ -33,17 +33,13 @@ static_assert(GDN_DIM % (16 * WARPS) == 0, "a warp has 16 values");
 
 DEVICE void load_stage(Stage& stage, const GdnStateParams& p, int chunk, int head, int first_tile) {
     const GdnWorkspace& from = p.workspace;
-    const int thread = static_cast<int>(threadIdx.x);
     const int64_t block = static_cast<int64_t>(chunk) * VALUE_HEADS + head;
     const int64_t key_block = static_cast<int64_t>(chunk) * KEY_HEADS + head / GDN_RATIO;
-    copy_linear(stage.w, from.w + block * W_BLOCK, W_BLOCK, thread, THREADS);
-    copy_linear(stage.u, from.u + block * U_BLOCK + first_tile * WARP_U, WARPS * WARP_U, thread, THREADS);
-    copy_rows(stage.key, from.key + key_block * KEY_BLOCK, thread, THREADS);
-    const auto bytes = [](const float* x) { return reinterpret_cast<const unsigned char*>(x); };
-    copy_linear(reinterpret_cast<unsigned char*>(stage.decay), bytes(from.decay + block * CHUNK), SCALAR_BLOCK, thread,
-                THREADS);
-    copy_linear(reinterpret_cast<unsigned char*>(stage.key_scale), bytes(from.key_scale + key_block * CHUNK),
-                SCALAR_BLOCK, thread, THREADS);
+    copy_linear<W_BLOCK>(stage.w, from.w + block * W_BLOCK);
+    copy_linear<WARPS * WARP_U>(stage.u, from.u + block * U_BLOCK + first_tile * WARP_U);
+    copy_rows(stage.key, from.key + key_block * KEY_BLOCK);
+    copy_linear<SCALAR_BLOCK>(stage.decay, from.decay + block * CHUNK);
+    copy_linear<SCALAR_BLOCK>(stage.key_scale, from.key_scale + key_block * CHUNK);
 }
 
 // The last three columns of history and projections together; a thread moves the same 8 channels of all three.

@@ -17,7 +17,8 @@ from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, TAPS, GdnGe
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 
 _THREADS = 512
-_BLOCKS_PER_SM = 2
+_HEADS_PER_SM = {1: 2, 2: 3}
+"""Passes over a head's rows → blocks that the registers of a multiprocessor hold."""
 _FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 2 * MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
 _FOLD_SHARED = MAX_COLUMNS * (2 * DIM + 1) * 4 + 16
 _DECODE_SHARED = (
@@ -100,17 +101,22 @@ class GdnLayerWeights:
     norm: int
 
 
-def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec]:
-    def spec(name: str, shared: int) -> KernelSpec:
-        defines = (*geometry.defines, ("BLOCK_SHARED", shared))
-        return KernelSpec(f"{name}.cu", name, defines, _THREADS, shared, _BLOCKS_PER_SM)
+def _spec(geometry: GdnGeometry, name: str, shared: int, passes: int) -> KernelSpec:
+    defines = (*geometry.defines, ("PASSES", passes), ("BLOCK_SHARED", shared))
+    return KernelSpec(f"{name}.cu", name, defines, _THREADS // passes, shared, _HEADS_PER_SM[passes])
 
-    return spec("gdn_decode", _DECODE_SHARED), spec("gdn_fold", _FOLD_SHARED)
+
+def _decode_spec(geometry: GdnGeometry, passes: int) -> KernelSpec:
+    return _spec(geometry, "gdn_decode", _DECODE_SHARED, passes)
+
+
+def _fold_spec(geometry: GdnGeometry) -> KernelSpec:
+    return _spec(geometry, "gdn_fold", _FOLD_SHARED, 1)
 
 
 def specs(geometry: GdnGeometry) -> list[KernelSpec]:
     """Every variant of rounds and flushes."""
-    return list(_specs(geometry))
+    return [*(_decode_spec(geometry, passes) for passes in _HEADS_PER_SM), _fold_spec(geometry)]
 
 
 class GdnDecode:
@@ -119,7 +125,8 @@ class GdnDecode:
     def __init__(self, device: Device, geometry: GdnGeometry) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._kernel = device.kernel(_specs(geometry)[0])
+        self._n_sms = device.n_sms
+        self._kernels = {passes: device.kernel(_decode_spec(geometry, passes)) for passes in _HEADS_PER_SM}
 
     def launch(
         self,
@@ -168,7 +175,8 @@ class GdnDecode:
             n_columns,
             g.norm_eps,
         )
-        self._kernel.launch((g.value_heads, n_rows, 1), params, stream)
+        passes = 1 if g.value_heads * n_rows <= _HEADS_PER_SM[1] * self._n_sms else 2
+        self._kernels[passes].launch((g.value_heads, n_rows, 1), params, stream)
 
 
 def fold_entries(entries: Sequence[tuple[int, int, int]]) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
@@ -185,7 +193,7 @@ class GdnFold:
     def __init__(self, device: Device, geometry: GdnGeometry) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._kernel = device.kernel(_specs(geometry)[1])
+        self._kernel = device.kernel(_fold_spec(geometry))
 
     def launch(self, stream: Stream, *, n_entries: int, entries: int, states: int, records: int) -> None:
         """``entries``: FOLD_ENTRY [n_entries] on the device, distinct slots; ``states``, ``records``: the regions."""

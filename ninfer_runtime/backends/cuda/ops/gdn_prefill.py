@@ -101,14 +101,14 @@ def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
     state = 2 * (2 * _TILE_BYTES + _STATE_WARPS * CHUNK * 16 * 2 + 2 * _SCALAR_BYTES)
     output = 3 * _TILE_BYTES + _STATE_BYTES + 3 * _SCALAR_BYTES
 
-    def spec(name: str, threads: int, shared: int, *defines: tuple[str, int]) -> KernelSpec:
+    def spec(name: str, threads: int, shared: int, min_blocks: int, *defines: tuple[str, int]) -> KernelSpec:
         constants = (*geometry.defines, *defines, ("BLOCK_SHARED", shared))
-        return KernelSpec(f"{name}.cu", name, constants, threads, shared)
+        return KernelSpec(f"{name}.cu", name, constants, threads, shared, min_blocks)
 
     return (
-        spec("gdn_prefill_chunks", 256, chunks, ("GROUP", group)),
-        spec("gdn_prefill_state", 32 * _STATE_WARPS, state),
-        spec("gdn_prefill_output", 128, output),
+        spec("gdn_prefill_chunks", 256, chunks, 2, ("GROUP", group)),
+        spec("gdn_prefill_state", 32 * _STATE_WARPS, state, 1),
+        spec("gdn_prefill_output", 128, output, 1),
     )
 
 
