@@ -46,10 +46,14 @@ constexpr int WARP_KEY_TILES = KEY_TILES * PARTS / WARPS;
 constexpr int ROW_KEYS = STAGE_KEYS / 16;       // of one row that a lane weighs
 constexpr int SCORE_STRIDE = STAGE_KEYS + 8;    // floats: rows 8 banks apart
 constexpr int WEIGHT_STRIDE = 2 * SCORE_STRIDE; // 16-bit words; a row's weights replace its scores
-constexpr int QUERY_BYTES = 16 * TILES * (2 * HEAD_DIM + (KV_INT8 ? GROUPS * 4 : 0));
+constexpr int QUERY_BYTES = 16 * TILES * 2 * HEAD_DIM;
+constexpr int QUERY_SCALE_BYTES = KV_INT8 ? 16 * TILES * GROUPS * 4 : 0;
 constexpr int SCORE_BYTES = PARTS * 16 * TILES * SCORE_STRIDE * 4;
-constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; then queries or scores; then turns
-constexpr int SHARED_TURNS = SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES ? QUERY_BYTES : SCORE_BYTES);
+constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; then queries or scores; then new tokens; scales; turns
+constexpr int SHARED_NEW = SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES ? QUERY_BYTES : SCORE_BYTES);
+constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0));
+constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
+constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 constexpr float QUERY_STEPS = 127.0f * 256.0f;
 
@@ -147,48 +151,120 @@ DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) 
         turns[index] = turn_of(static_cast<float>(first + index / PAIRS) * p.rope->frequency[index % PAIRS]);
 }
 
-// The group's query rows, normalised and turned, into shared memory as the products want them; zeros for idle rows.
-DEVICE void prepare_queries(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, uint8_t* queries) {
-    constexpr int WARP_ROWS = 2 * TILES;
+// A query row as the products want it: INT8 codes of 16 bits as high and low bytes, each [16 * TILES][HEAD_DIM], and
+// scales; BF16 words.
+DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* scales, int row) {
     const int lane = lane_id();
-    const uint4 weight = load_16(p.q_norm + LANE_DIMS * lane);
-    uint4 words[WARP_ROWS];
+    if (!KV_INT8) {
+        *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
+        return;
+    }
+    const float largest = group_magnitude(x);
+    const float inverse = largest == 0.0f ? 0.0f : QUERY_STEPS / largest;
+    int high[LANE_DIMS], low[LANE_DIMS];
 #pragma unroll
-    for (int n = 0; n < WARP_ROWS; ++n) {
-        const int row = warp_index() + n * WARPS, column = row / RATIO;
+    for (int i = 0; i < LANE_DIMS; ++i) {
+        const int code = float_to_int_rn(x[i] * inverse);
+        high[i] = (code + 128) >> 8;
+        low[i] = code - (high[i] << 8);
+    }
+    uint8_t* const target = queries + row * HEAD_DIM + LANE_DIMS * lane;
+    *reinterpret_cast<uint2*>(target) = {pack_bytes(high[0], high[1], high[2], high[3]),
+                                         pack_bytes(high[4], high[5], high[6], high[7])};
+    *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {pack_bytes(low[0], low[1], low[2], low[3]),
+                                                                 pack_bytes(low[4], low[5], low[6], low[7])};
+    if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
+        scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = largest / QUERY_STEPS * SCORE_SCALE;
+}
+
+// A new token's key or value through the codec: into its page, and into `fresh` for the stage that it belongs to.
+DEVICE void store_new(const AttentionDecodeParams& p, const float (&x)[LANE_DIMS], const Cursor& at, int column,
+                      bool is_k, uint8_t* fresh) {
+    const int lane = lane_id(), token = at.start + column, index = (is_k ? 0 : COLUMNS) + column;
+    const int64_t row = kv_row(p.page_table[at.row * p.pages_per_row + token / PAGE_TOKENS], N_KV_HEADS, at.head,
+                               token % PAGE_TOKENS);
+    uint8_t* const global = (is_k ? p.k : p.v) + row * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
+    uint8_t* const shared = fresh + index * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
+    if (KV_INT8) {
+        const Int8Row encoded = encode_int8(x);
+        *reinterpret_cast<uint2*>(shared) = encoded.codes;
+        store_8(global, encoded.codes);
+        if (lane % (SCALE_GROUP / LANE_DIMS) == 0) {
+            const int group = lane / (SCALE_GROUP / LANE_DIMS);
+            reinterpret_cast<uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES)[index * GROUPS + group] = encoded.scale;
+            (is_k ? p.k_scales : p.v_scales)[row * GROUPS + group] = encoded.scale;
+        }
+    } else {
+        const uint4 encoded = encode_bf16(x);
+        *reinterpret_cast<uint4*>(shared) = encoded;
+        store_16(global, encoded);
+    }
+}
+
+// What a segment takes from the projections: the group's query rows (zeros for idle ones), and the keys and values of
+// the columns first_new .. COLUMNS - 1, a warp per head. All loads go out before the first result is needed.
+DEVICE void take_projections(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, int first_new, int end_new,
+                             uint8_t* queries, float* scales, uint8_t* fresh) {
+    constexpr int QUERY_TASKS = 2 * TILES, TASKS = QUERY_TASKS + ceil_div(2 * COLUMNS, WARPS);
+    const int lane = lane_id();
+    const uint4 q_weight = load_16(p.q_norm + LANE_DIMS * lane), k_weight = load_16(p.k_norm + LANE_DIMS * lane);
+    uint4 words[TASKS];
+#pragma unroll
+    for (int n = 0; n < TASKS; ++n) {
         words[n] = {0, 0, 0, 0};
-        if (row < ROWS && column < at.n_columns)
-            words[n] = load_16(p.qk + static_cast<int64_t>(at.row * COLUMNS + column) * p.qk_stride +
-                               (at.head * RATIO + row % RATIO) * HEAD_DIM + LANE_DIMS * lane);
+        const int task = warp_index() + (n < QUERY_TASKS ? n : n - QUERY_TASKS) * WARPS;
+        if (n < QUERY_TASKS) {
+            const int column = task / RATIO;
+            if (task < ROWS && column < at.n_columns)
+                words[n] = load_16(p.qk + static_cast<int64_t>(at.row * COLUMNS + column) * p.qk_stride +
+                                   (at.head * RATIO + task % RATIO) * HEAD_DIM + LANE_DIMS * lane);
+        } else {
+            const int column = first_new + task / 2;
+            const int64_t from = at.row * COLUMNS + column, head = (N_HEADS + at.head) * HEAD_DIM + LANE_DIMS * lane;
+            if (column < end_new)
+                words[n] = load_16(task % 2 == 0 ? p.qk + from * p.qk_stride + head : p.gv + from * p.gv_stride + head);
+        }
     }
 #pragma unroll
-    for (int n = 0; n < WARP_ROWS; ++n) {
-        const int row = warp_index() + n * WARPS;
+    for (int n = 0; n < TASKS; ++n) {
+        const int task = warp_index() + (n < QUERY_TASKS ? n : n - QUERY_TASKS) * WARPS;
         float x[LANE_DIMS];
         decode_bf16(x, words[n]);
-        normalize_head(x, weight, p.eps);
-        rotate_head(x, turns + minimum(row / RATIO, COLUMNS - 1) * PAIRS);
-        if (KV_INT8) {
-            const float largest = group_magnitude(x);
-            const float inverse = largest == 0.0f ? 0.0f : QUERY_STEPS / largest;
-            int high[LANE_DIMS], low[LANE_DIMS];
-#pragma unroll
-            for (int i = 0; i < LANE_DIMS; ++i) {
-                const int code = float_to_int_rn(x[i] * inverse);
-                high[i] = (code + 128) >> 8;
-                low[i] = code - (high[i] << 8);
+        if (n < QUERY_TASKS) {
+            normalize_head(x, q_weight, p.eps);
+            rotate_head(x, turns + minimum(task / RATIO, COLUMNS - 1) * PAIRS);
+            store_query(x, queries, scales, task);
+        } else if (first_new + task / 2 < end_new) {
+            if (task % 2 == 0) {
+                normalize_head(x, k_weight, p.eps);
+                rotate_head(x, turns + (first_new + task / 2) * PAIRS);
             }
-            uint8_t* const target = queries + row * HEAD_DIM + LANE_DIMS * lane;
-            *reinterpret_cast<uint2*>(target) = {pack_bytes(high[0], high[1], high[2], high[3]),
-                                                 pack_bytes(high[4], high[5], high[6], high[7])};
-            *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {
-                pack_bytes(low[0], low[1], low[2], low[3]), pack_bytes(low[4], low[5], low[6], low[7])};
-            float* const scales = reinterpret_cast<float*>(queries + 32 * TILES * HEAD_DIM);
-            if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
-                scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = largest / QUERY_STEPS * SCORE_SCALE;
-        } else {
-            *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
+            store_new(p, x, at, first_new + task / 2, task % 2 == 0, fresh);
         }
+    }
+}
+
+// The new tokens that lie in this stage, from `fresh`.
+DEVICE void insert_new(const Cursor& at, const uint8_t* fresh, uint8_t* k_plane, uint8_t* v_plane) {
+    const int shift = at.first_key() - at.start;  // stage key j is column j + shift
+    const int first = maximum(0, -shift), n_new = minimum(at.n_columns - shift, STAGE_KEYS) - first;
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * n_new * CHUNKS; i += THREADS) {
+        const bool is_k = i < n_new * CHUNKS;
+        const int j = is_k ? i : i - n_new * CHUNKS, key = first + j / CHUNKS, chunk = j % CHUNKS;
+        const uint4* const from = reinterpret_cast<const uint4*>(fresh + ((is_k ? 0 : COLUMNS) + key + shift) * KEY_BYTES);
+        uint8_t* const to = is_k ? k_plane + key * KEY_BYTES + 16 * k_chunk(key, chunk)
+                                 : v_plane + key * KEY_BYTES + 16 * v_chunk(key, chunk);
+        *reinterpret_cast<uint4*>(to) = from[chunk];
+    }
+    if (!KV_INT8) return;
+    // From the first new key on; the scale next to the last cached one may have come along with anything in it.
+    const uint2* const scales = reinterpret_cast<const uint2*>(fresh + 2 * COLUMNS * KEY_BYTES);
+    for (int key = first + static_cast<int>(threadIdx.x); key < STAGE_KEYS; key += THREADS) {
+        const bool is_new = key < first + n_new;
+        uint2* const k_scale = reinterpret_cast<uint2*>(k_plane + STAGE_KEYS * KEY_BYTES) + key;
+        uint2* const v_scale = reinterpret_cast<uint2*>(v_plane + STAGE_KEYS * KEY_BYTES) + key;
+        *k_scale = is_new ? scales[key + shift] : uint2{0, 0};
+        *v_scale = is_new ? scales[COLUMNS + key + shift] : uint2{0, 0};
     }
 }
 
@@ -198,7 +274,6 @@ struct Query {
 #if KV_INT8
     static constexpr int STEPS = GROUPS / PARTS;
     uint32_t low[STEPS][2][4];
-    float scale[2][STEPS];
 #else
     static constexpr int STEPS = HEAD_DIM / PARTS / 32;
 #endif
@@ -216,12 +291,9 @@ struct Query {
         for (int step = 0; step < STEPS; ++step) {
             const int index = part * STEPS + step;
 #if KV_INT8
-            const float* const scales = reinterpret_cast<const float*>(queries + 32 * TILES * HEAD_DIM);
             const uint8_t* const at = queries + row * HEAD_DIM + index * SCALE_GROUP + 16 * t;
             load_pair(word[step], at, HEAD_DIM);
             load_pair(low[step], at + 16 * TILES * HEAD_DIM, HEAD_DIM);
-            scale[0][step] = scales[row * GROUPS + index];
-            scale[1][step] = scales[(row + 8) * GROUPS + index];
 #else
             load_pair(word[step], queries + 2 * row * HEAD_DIM + 64 * index + 16 * t, 2 * HEAD_DIM);
 #endif
@@ -230,7 +302,8 @@ struct Query {
 };
 
 // Scores to base 2 over half of the head: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
-DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8_t* plane, int first, int part) {
+DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float* query_scales, const uint8_t* plane,
+                  int first, int part) {
     const int g = lane_id() / 4, t = lane_id() % 4, key = first + g;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
@@ -239,11 +312,13 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
         const int chunk = k_chunk(key, 4 * (part * Query::STEPS + step) + t);
         const uint4 k = *reinterpret_cast<const uint4*>(plane + key * KEY_BYTES + 16 * chunk);
 #if KV_INT8
-        const uint16_t* const scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES) +
-                                       (first + 2 * t) * GROUPS + part * Query::STEPS + step;
-        const float k_scale[2] = {half_to_float(scales[0]), half_to_float(scales[GROUPS])};
+        const uint16_t* const k_scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES) +
+                                         (first + 2 * t) * GROUPS + part * Query::STEPS + step;
+        const float k_scale[2] = {half_to_float(k_scales[0]), half_to_float(k_scales[GROUPS])};
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
+            const float* const scales = query_scales + (16 * tile + g) * GROUPS + part * Query::STEPS + step;
+            const float scale[2] = {scales[0], scales[8 * GROUPS]};
             int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
             mma_s8(high, query[tile].word[step][0], k.x, k.y);
             mma_s8(low, query[tile].low[step][0], k.x, k.y);
@@ -251,8 +326,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
             mma_s8(low, query[tile].low[step][1], k.z, k.w);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]),
-                                  query[tile].scale[i / 2][step] * k_scale[i % 2], s[tile][i]);
+                s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]), scale[i / 2] * k_scale[i % 2], s[tile][i]);
         }
 #else
 #pragma unroll
@@ -322,60 +396,11 @@ struct Softmax {
     }
 };
 
-// New tokens that lie in this stage: through the codec into their page and into the stage.
-DEVICE void append(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, uint8_t* k_plane,
-                   uint8_t* v_plane) {
-    const int lane = lane_id(), first_key = at.first_key();
-    const int first = maximum(0, first_key - at.start);
-    const int end = minimum(at.n_columns, first_key + STAGE_KEYS - at.start);
-    const int page = p.page_table[at.row * p.pages_per_row + first_key / PAGE_TOKENS];
-    if (KV_INT8) {  // the scale next to the last cached one may be anything yet
-        const int cached = maximum(0, at.start - first_key);
-        uint16_t* const k_scales = reinterpret_cast<uint16_t*>(k_plane + STAGE_KEYS * KEY_BYTES);
-        uint16_t* const v_scales = reinterpret_cast<uint16_t*>(v_plane + STAGE_KEYS * KEY_BYTES);
-        for (int i = cached * GROUPS + threadIdx.x; i < STAGE_KEYS * GROUPS; i += THREADS) k_scales[i] = v_scales[i] = 0;
-        __syncthreads();
-    }
-    for (int task = warp_index(); task < 2 * (end - first); task += WARPS) {
-        const int column = first + task / 2, key = at.start + column - first_key;
-        const bool is_k = task % 2 == 0;
-        const int64_t projected = at.row * COLUMNS + column;
-        const int64_t row = kv_row(page, N_KV_HEADS, at.head, (at.start + column) % PAGE_TOKENS);
-        const uint16_t* const source = (is_k ? p.qk + projected * p.qk_stride : p.gv + projected * p.gv_stride) +
-                                       (N_HEADS + at.head) * HEAD_DIM + LANE_DIMS * lane;
-        float x[LANE_DIMS];
-        decode_bf16(x, load_16(source));
-        if (is_k) {
-            normalize_head(x, load_16(p.k_norm + LANE_DIMS * lane), p.eps);
-            rotate_head(x, turns + column * PAIRS);
-        }
-        uint8_t* const global = (is_k ? p.k : p.v) + row * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
-        uint8_t* const plane = is_k ? k_plane : v_plane;
-        const int chunk = LANE_DIMS * CODE_BYTES * lane / 16;
-        uint8_t* const shared = plane + key * KEY_BYTES + 16 * (is_k ? k_chunk(key, chunk) : v_chunk(key, chunk));
-        if (KV_INT8) {
-            const Int8Row encoded = encode_int8(x);
-            *reinterpret_cast<uint2*>(shared + 8 * (lane % 2)) = encoded.codes;
-            store_8(global, encoded.codes);
-            if (lane % (SCALE_GROUP / LANE_DIMS) == 0) {
-                const int group = lane / (SCALE_GROUP / LANE_DIMS);
-                reinterpret_cast<uint16_t*>(plane + STAGE_KEYS * KEY_BYTES)[key * GROUPS + group] = encoded.scale;
-                (is_k ? p.k_scales : p.v_scales)[row * GROUPS + group] = encoded.scale;
-            }
-        } else {
-            const uint4 encoded = encode_bf16(x);
-            *reinterpret_cast<uint4*>(shared) = encoded;
-            store_16(global, encoded);
-        }
-    }
-    __syncthreads();
-}
-
 // acc += weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
 // 16 keys for k = 2t, 2t + 1, 2t + 8, 2t + 9. INT8: output column n of tile j is dim 4n + j; BF16: dim 8j + n.
 DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const uint8_t* plane) {
     const int lane = lane_id(), warp = warp_index(), g = lane / 4, t = lane % 4;
-#pragma unroll
+#pragma unroll (TILES == 1 ? 2 : 1)
     for (int step = 0; step < STAGE_KEYS / 16; ++step) {
         uint32_t b[4][2];
 #if KV_INT8
@@ -454,10 +479,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
     STATIC_SHARED(float, factors[16 * TILES]);
+    STATIC_SHARED(Cursor, ahead[1]);    // of the unit requested last; thread 0 moves it, to spare registers
+    STATIC_SHARED(Source, sources[2]);  // of unit u in u % 2
     uint8_t* const k_planes = shared;
     uint8_t* const v_planes = shared + 2 * PLANE_BYTES;
     uint8_t* const queries = shared + SHARED_SCORES;
     float* const scores = reinterpret_cast<float*>(queries);
+    uint8_t* const fresh = shared + SHARED_NEW;
+    float* const query_scales = reinterpret_cast<float*>(shared + SHARED_QUERY_SCALES);
     Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
 
     const int block = static_cast<int>(blockIdx.x);
@@ -469,20 +498,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int n_units = part_begin(block + 1, n_parts, total) - part_begin(block, n_parts, total);
 
     // Old tokens' pages do not depend on the launch before this one: request the first units ahead of the wait.
-    Cursor at, ahead;
+    Cursor at;
     at.seek(p, part_begin(block, n_parts, total));
-    ahead = at;
-    Source source = source_of(p, ahead);
-    request_plane<true>(k_planes, p.k, p.k_scales, source);
-    cp_async_commit();
-    request_plane<false>(v_planes, p.v, p.v_scales, source);
-    cp_async_commit();
-    ahead.advance(p);
-    if (n_units > 1) {
-        source = source_of(p, ahead);
-        request_plane<true>(k_planes + PLANE_BYTES, p.k, p.k_scales, source);
+    {
+        Cursor next = at;
+        Source source = source_of(p, next);
+        request_plane<true>(k_planes, p.k, p.k_scales, source);
+        cp_async_commit();
+        request_plane<false>(v_planes, p.v, p.v_scales, source);
+        cp_async_commit();
+        if (n_units > 1) {
+            next.advance(p);
+            source = source_of(p, next);
+            request_plane<true>(k_planes + PLANE_BYTES, p.k, p.k_scales, source);
+        }
+        cp_async_commit();
+        if (threadIdx.x == 0) ahead[0] = next, sources[1] = source;
     }
-    cp_async_commit();
     compute_turns(p, at.row, turns);
     grid_dependency_wait();
     grid_dependency_launch();
@@ -496,7 +528,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             row_of_turns = at.row;
             __syncthreads();
         }
-        prepare_queries(p, at, turns, queries);
+        const int segment = at.row * N_KV_HEADS + at.head;
+        const int end = minimum(n_units, done + at.n_units - at.unit);
+        const int first_key = at.first_key(), end_key = first_key + (end - done) * STAGE_KEYS;
+        take_projections(p, at, turns, maximum(0, first_key - at.start), minimum(at.n_columns, end_key - at.start), queries,
+                         query_scales, fresh);
         __syncthreads();
         Query query[TILES];
         Softmax softmax;
@@ -507,24 +543,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             softmax.sum[tile] = 0.0f;
         }
         float acc[TILES][4][4] = {};
-        const int segment = at.row * N_KV_HEADS + at.head;
-        const int end = minimum(n_units, done + at.n_units - at.unit);
         for (; done < end; ++done, at.advance(p)) {
             uint8_t* const k_plane = k_planes + done % 2 * PLANE_BYTES;
             uint8_t* const v_plane = v_planes + done % 2 * PLANE_BYTES;
             cp_async_wait<1>();
             __syncthreads();
             if (done + 1 < n_units)
-                request_plane<false>(v_planes + (done + 1) % 2 * PLANE_BYTES, p.v, p.v_scales, source);
+                request_plane<false>(v_planes + (done + 1) % 2 * PLANE_BYTES, p.v, p.v_scales, sources[(done + 1) % 2]);
             cp_async_commit();
+            if (threadIdx.x == 0 && done + 2 < n_units) {
+                ahead[0].advance(p);
+                sources[done % 2] = source_of(p, ahead[0]);
+            }
             const bool newest = at.first_key() + STAGE_KEYS > at.start;
-            if (newest) append(p, at, turns, k_plane, v_plane);
+            if (newest) {
+                insert_new(at, fresh, k_plane, v_plane);
+                __syncthreads();
+            }
 
 #pragma unroll
             for (int n = 0; n < WARP_KEY_TILES; ++n) {
                 const int first = 8 * (WARP_KEY_TILES * key_warp + n);
                 float s[TILES][4];
-                score(s, query, k_plane, first, part);
+                score(s, query, query_scales, k_plane, first, part);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
                     float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
@@ -533,11 +574,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
             __syncthreads();
-            if (done + 2 < n_units) {
-                ahead.advance(p);
-                source = source_of(p, ahead);
-                request_plane<true>(k_plane, p.k, p.k_scales, source);
-            }
+            if (done + 2 < n_units) request_plane<true>(k_plane, p.k, p.k_scales, sources[done % 2]);
             cp_async_commit();
             softmax.weigh(scores, factors, at.first_key(), at.start, newest);
             __syncthreads();

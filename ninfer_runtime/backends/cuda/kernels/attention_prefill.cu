@@ -65,15 +65,26 @@ DEVICE int head_units(const AttentionPrefillParams& p) {
     return total;
 }
 
-// 16-byte chunk of a row of a K or V tile: eight rows of one chunk lie in different banks.
-DEVICE int chunk_offset(int key, int chunk) { return key * ROW_BYTES + 16 * (chunk ^ (key & 7)); }
+// 16-byte chunk of a row of a K or V tile. Eight rows of one chunk lie in different banks; so do, of one row, the eight
+// chunks that eight neighbouring threads write at once: with INT8 they differ in bits 1, 3 and 4 of the chunk.
+DEVICE int chunk_offset(int key, int chunk) {
+    const int place = KV_INT8 ? (chunk >> 1 & 1) | (chunk >> 3 & 3) << 1 | (chunk & 1) << 3 | (chunk & 4) << 2 : chunk;
+    return key * ROW_BYTES + 16 * (place ^ (key & 7));
+}
 
 DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 * (chunk ^ (row >> 1 & 3)); }
 
 // One plane's next tile on its way: each thread finishes the bytes that it requested itself.
 struct Request {
 #if KV_INT8
-    uint16_t scale[THREAD_CHUNKS];
+    uint16_t scale;  // of both chunks
+
+    DEVICE static int key_of() { return static_cast<int>(threadIdx.x) / 8; }
+
+    DEVICE static int chunk_of(int n) {
+        const int c = static_cast<int>(threadIdx.x) % 8;
+        return 4 * (c / 2) + c % 2 + 2 * n;
+    }
 #endif
 
     DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, const uint8_t* codes, const uint16_t* scales,
@@ -81,28 +92,30 @@ struct Request {
         const int first_key = unit * TILE_KEYS;
         const int64_t row = kv_row(p.pages[first_key / PAGE_TOKENS], N_KV_HEADS, head, first_key % PAGE_TOKENS);
         const int n_keys = p.start + p.n_tokens - first_key;
-        const uint8_t* const from = codes + row * HEAD_DIM * (KV_INT8 ? 1 : 2);
+#if KV_INT8
+        const int key = key_of();
+        const uint8_t* const from = codes + (row + key) * HEAD_DIM;
+#pragma unroll
+        for (int n = 0; n < THREAD_CHUNKS; ++n)
+            cp_async_16_zfill(raw + 16 * (threadIdx.x + n * THREADS), from + 16 * chunk_of(n), key < n_keys);
+        scale = 0;
+        if (key < n_keys) scale = scales[(row + key) * GROUPS + chunk_of(0) / 4];
+#else
+        const uint8_t* const from = codes + row * HEAD_DIM * 2;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n) {
-            const int index = static_cast<int>(threadIdx.x) + n * THREADS;
-#if KV_INT8
-            const int key = index / 16;
-            cp_async_16_zfill(raw + 16 * index, from + 16 * index, key < n_keys);
-            scale[n] = key < n_keys ? scales[(row + key) * GROUPS + index % 16 / 4] : static_cast<uint16_t>(0);
-#else
-            const int key = index / 32;
+            const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / 32;
             cp_async_16_zfill(plane + chunk_offset(key, index % 32), from + 16 * index, key < n_keys);
-#endif
         }
+#endif
     }
 
     DEVICE void finish(uint8_t* plane, const uint8_t* raw) const {
 #if KV_INT8
+        const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n) {
-            const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / 16, chunk = index % 16;
-            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * index);
-            const uint32_t factor = scale[n] | static_cast<uint32_t>(scale[n]) << 16;
+            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * (threadIdx.x + n * THREADS));
             const uint32_t code[4] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u, codes.z ^ 0x80808080u,
                                       codes.w ^ 0x80808080u};
             uint32_t word[8];
@@ -111,8 +124,9 @@ struct Request {
                 word[2 * i] = mul_f16x2(half_codes(code[i], 0x4140), factor);
                 word[2 * i + 1] = mul_f16x2(half_codes(code[i], 0x4342), factor);
             }
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key, 2 * chunk)) = {word[0], word[1], word[2], word[3]};
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key, 2 * chunk + 1)) = {word[4], word[5], word[6], word[7]};
+            const int chunk = 2 * chunk_of(n);
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key_of(), chunk)) = {word[0], word[1], word[2], word[3]};
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key_of(), chunk + 1)) = {word[4], word[5], word[6], word[7]};
         }
 #endif
     }
@@ -164,7 +178,7 @@ struct Scorer {
     // Scores into 16-bit weights; factors[row] is what the row's earlier results shrink by, mostly 1.
     DEVICE void weigh(float (&s)[TILE_KEYS / 8][4], uint8_t* weights, float* factors, int first_key, int start, int tile) {
         const int g = lane_id() / 4, t = lane_id() % 4;
-        const bool masked = first_key + TILE_KEYS > start + tile * TILE_ROWS / RATIO;
+        const bool masked = first_key + TILE_KEYS > start;  // some row of the chunk may not see them all
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * warp_index() + g + 8 * half;

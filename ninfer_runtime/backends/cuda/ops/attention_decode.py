@@ -17,6 +17,7 @@ from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 _TILE_ROWS = 16
 _STAGES = 2
 _COMBINE_DIMS = 64
+_MAX_SHARED_BYTES = 101_376 - 512  # beside the kernel's static 256 bytes
 _FLOAT = 4
 
 
@@ -65,21 +66,26 @@ class _Shape:
         """Of 16 query rows."""
         return -(-self.rows // _TILE_ROWS)
 
+    def shared_bytes_with(self, stage_keys: int) -> int:
+        """Shared memory with so many keys per stage, as laid out in the kernel."""
+        int8 = self.geometry.format == "int8"
+        key = HEAD_DIM + 8 if int8 else 2 * HEAD_DIM
+        padded_rows = _TILE_ROWS * self.tiles
+        query = padded_rows * 2 * HEAD_DIM
+        scores = 2 * padded_rows * (stage_keys + 8) * _FLOAT
+        query_scales = padded_rows * 4 * _FLOAT if int8 else 0
+        turns = self.q * self.geometry.rotary_dim * _FLOAT
+        return 2 * (_STAGES * stage_keys + self.q) * key + max(query, scores) + query_scales + turns
+
     @property
     def stage_keys(self) -> int:
-        """Keys per pipeline stage, also the unit of work that blocks are dealt."""
-        return 64 if self.geometry.format == "int8" else 32
+        """Keys per pipeline stage, also the unit of work that blocks are dealt: 64 where they fit."""
+        return 64 if self.shared_bytes_with(64) <= _MAX_SHARED_BYTES else 32
 
     @property
     def shared_bytes(self) -> int:
-        """As laid out in the kernel."""
-        int8 = self.geometry.format == "int8"
-        plane = self.stage_keys * (HEAD_DIM + 8 if int8 else 2 * HEAD_DIM)
-        padded_rows = _TILE_ROWS * self.tiles
-        query = padded_rows * (2 * HEAD_DIM + (16 if int8 else 0))
-        scores = 2 * padded_rows * (self.stage_keys + 8) * _FLOAT
-        angles = self.q * self.geometry.rotary_dim * _FLOAT
-        return 2 * _STAGES * plane + max(query, scores) + angles
+        """Dynamic shared memory of a block."""
+        return self.shared_bytes_with(self.stage_keys)
 
     @property
     def min_blocks(self) -> int:
