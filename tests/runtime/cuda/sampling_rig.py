@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_runtime.backends.base import Float32s, Int32s, Round, RoundResult
+from ninfer_runtime.backends.base import Float32s, Int32s, Logprobs, PrefillChunk, Round, RoundResult
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.ops.round_begin import Counts, CountsMemory, RoundBegin
@@ -165,16 +165,38 @@ class Bench:
         self.device.download(self.memory.tokens, tokens)
         return tokens
 
+    def launch(self, b: int, q: int) -> None:
+        """All kernels of a round."""
+        self.begin.launch(self.stream, b, q)
+        self.sampler.launch(self.stream, b, q, self._logits)
+
     def finish(self, round_: Round, logits: Float32s) -> RoundResult:
         """Sample from logits [B, q, head rows], download, unpack."""
         b, q = round_.token_ids.shape
-        wide = np.full((b, q, self.vocabulary.stride), np.nan, np.float32)
+        self._put_logits(logits)
+        self.sampler.launch(self.stream, b, q, self._logits)
+        return self.read(round_)
+
+    def _put_logits(self, logits: Float32s) -> None:
+        wide = np.full((*logits.shape[:2], self.vocabulary.stride), np.nan, np.float32)
         wide[..., : self.vocabulary.n_rows] = logits
         self.device.upload(self._logits, wide)
-        self.sampler.launch(self.stream, b, q, self._logits)
+
+    def read(self, round_: Round) -> RoundResult:
+        """Download and unpack."""
         self.device.download(self.memory.result, self.buffers.result, self.stream)
         self.device.synchronize(self.stream)
         return self.buffers.unpack(round_)
+
+    def play_prompt(self, chunk: PrefillChunk, logits: Float32s) -> tuple[int | None, Logprobs | None]:
+        """The draw behind a prompt chunk from logits [1, 1, head rows]."""
+        self.buffers.pack_prompt(chunk)
+        self.device.upload(self.memory.input, self.buffers.packed, self.stream)
+        self._put_logits(logits)
+        self.launch(1, 1)
+        self.device.download(self.memory.result, self.buffers.result, self.stream)
+        self.device.synchronize(self.stream)
+        return self.buffers.unpack_prompt(chunk)
 
     def play(self, round_: Round, logits: Float32s) -> RoundResult:
         """One whole round."""

@@ -34,6 +34,8 @@ DEVICE uint32_t key_of(float value) {
     return bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);
 }
 
+DEVICE float value_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
 // Four logits from `id` on (a multiple of 4), -inf behind the last id.
 DEVICE void load_logits(const float* logits, int id, int n_ids, float (&raw)[4]) {
 #pragma unroll
@@ -56,27 +58,28 @@ DEVICE void load_logits(const float* logits, int id, int n_ids, float (&raw)[4])
 #endif
 }
 
-// First bias entry whose id is at least `id`.
+// First bias entry whose id is at least `id`; the warp probes 32 places at once.
 DEVICE int first_bias(const Column& column, int id) {
-    int low = 0, high = column.n_bias;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (column.bias[middle].token_id < id)
-            low = middle + 1;
-        else
-            high = middle;
+    int begin = 0, n = column.n_bias;
+    while (n > 0) {
+        const int step = ceil_div(n, WARP_LANES), at = static_cast<int>(lane_id()) * step;
+        const int n_below = __popc(ballot(at < n && column.bias[begin + at].token_id < id));
+        if (n_below == 0) return begin;
+        begin += (n_below - 1) * step + 1;
+        n = minimum(step - 1, n - (n_below - 1) * step - 1);
     }
-    return low;
+    return begin;
 }
 
-// Bias, penalties, mask, in this order; float64 as in the reference. [bias_begin, bias_end): entries near `id`.
-DEVICE void adjust(const Column& column, int id, int bias_begin, int bias_end, const float (&raw)[4],
-                   double (&value)[4]) {
+// Bias, penalties, mask, in this order; float64 as in the reference. Bias entries from `first_entry` on may apply, those
+// for ids from `end` on do not.
+DEVICE void adjust(const Column& column, int id, int first_entry, int end, const float (&raw)[4], double (&value)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) value[i] = static_cast<double>(raw[i]);
     if (id >= column.n_ids) return;
-    for (int entry = bias_begin; entry < bias_end; ++entry) {
+    for (int entry = first_entry; entry < column.n_bias; ++entry) {
         const BiasEntry bias = column.bias[entry];
+        if (bias.token_id >= end) break;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (bias.token_id == id + i) value[i] += bias.value;
@@ -102,28 +105,49 @@ DEVICE void adjust(const Column& column, int id, int bias_begin, int bias_end, c
     }
 }
 
-// Calls visit(id, near, value) for every segment of one chunk, warp-wide: the lane's four ids from `id` on, as float32
-// (rounded where adjusted) and as float64. The latter is 0 where the column is raw: near is exact there.
+// Calls visit(id, near, exact) for every segment of N chunks, `stride` apart, warp-wide: the lane's four ids from `id`
+// on, as float32 (rounded where adjusted), and as float64 by exact(i). N chunks of raw logits are loaded at once.
+template <int N, typename Visit>
+DEVICE void for_chunks(const Column& column, int first_chunk, int stride, int n_chunks, Visit visit) {
+    constexpr int SEGMENTS = CHUNK / SEGMENT;
+    const int lane = 4 * static_cast<int>(lane_id());
+    if (column.is_raw()) {
+        float near[N][SEGMENTS][4];
+#pragma unroll
+        for (int c = 0; c < N; ++c)
+#pragma unroll
+            for (int s = 0; s < SEGMENTS; ++s) {
+                const int id = (first_chunk + c * stride) * CHUNK + s * SEGMENT + lane;
+                load_logits(column.logits, id, column.n_ids, near[c][s]);
+            }
+#pragma unroll
+        for (int c = 0; c < N; ++c)
+#pragma unroll
+            for (int s = 0; s < SEGMENTS; ++s) {
+                const float(&here)[4] = near[c][s];
+                const int id = (first_chunk + c * stride) * CHUNK + s * SEGMENT + lane;
+                visit(id, here, [&](int i) { return static_cast<double>(here[i]); });
+            }
+        return;
+    }
+#pragma unroll 1
+    for (int chunk = first_chunk; chunk < minimum(first_chunk + N * stride, n_chunks); chunk += stride) {
+        const int first_entry = column.n_bias > 0 ? first_bias(column, chunk * CHUNK) : 0;
+#pragma unroll 1
+        for (int s = 0; s < SEGMENTS; ++s) {
+            const int id = chunk * CHUNK + s * SEGMENT + lane;
+            float near[4];
+            double value[4];
+            load_logits(column.logits, id, column.n_ids, near);
+            adjust(column, id, first_entry, (chunk + 1) * CHUNK, near, value);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) near[i] = static_cast<float>(value[i]);
+            visit(id, near, [&](int i) { return value[i]; });
+        }
+    }
+}
+
 template <typename Visit>
 DEVICE void for_chunk(const Column& column, int chunk, Visit visit) {
-    const int first = chunk * CHUNK + 4 * static_cast<int>(lane_id());
-    float near[CHUNK / SEGMENT][4];
-#pragma unroll
-    for (int s = 0; s < CHUNK / SEGMENT; ++s) load_logits(column.logits, first + s * SEGMENT, column.n_ids, near[s]);
-    const bool is_raw = column.is_raw();
-    int bias_begin = 0, bias_end = 0;
-    if (column.n_bias > 0) {
-        bias_begin = first_bias(column, chunk * CHUNK);
-        bias_end = first_bias(column, (chunk + 1) * CHUNK);
-    }
-#pragma unroll
-    for (int s = 0; s < CHUNK / SEGMENT; ++s) {
-        double value[4] = {};
-        if (!is_raw) {
-            adjust(column, first + s * SEGMENT, bias_begin, bias_end, near[s], value);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) near[s][i] = static_cast<float>(value[i]);
-        }
-        visit(first + s * SEGMENT, near[s], value);
-    }
+    for_chunks<1>(column, chunk, 1, chunk + 1, visit);
 }

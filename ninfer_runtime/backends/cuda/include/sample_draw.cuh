@@ -11,6 +11,9 @@ struct Draw {
     int outcome;
 };
 
+// How many are sorted where all take part: nearly all draws end among them.
+constexpr int WIDE_PREFIX = PREFIX / 4;
+
 // Whether more ids take part than are sorted; then the sum over all of them is needed.
 DEVICE bool is_wide(int top_k) { return top_k <= 0 || top_k > PREFIX; }
 
@@ -70,7 +73,9 @@ DEVICE int kept_of(Selection& s, const RowInput& in, int n, double largest, doub
 DEVICE void locate(const Column& column, Selection& s, const RowInput& in, Goal goal, double target, float largest,
                    int n_chunks) {
     const float inverse = static_cast<float>(inverse_of(in.temperature));
-    const Group g = descend(column, s, goal, largest, inverse, n_chunks);
+    // Below the floor a weight is less than the last bit of a mass.
+    const float floor = largest - static_cast<float>(31.0 * in.temperature);
+    const Group g = descend<true>(column, s, goal, largest, floor, inverse, n_chunks);
     const double above = static_cast<double>(g.above_mass) / static_cast<double>(MASS_ONE);
     if (g.inside <= PREFIX) {
         const int n = gather(column, s, g.low, g.high, n_chunks);
@@ -86,8 +91,7 @@ DEVICE void locate(const Column& column, Selection& s, const RowInput& in, Goal 
             }
         }
     } else {  // one key, more often than can be sorted: all have the same weight
-        const uint32_t bits = g.low & 0x80000000u ? g.low ^ 0x80000000u : ~g.low;
-        const double weight = exp(static_cast<double>(__uint_as_float(bits) - largest) / in.temperature);
+        const double weight = exp((static_cast<double>(value_of(g.low)) - largest) / in.temperature);
         uint32_t at = goal.rank - g.above - 1u;
         if (goal.by_mass) {
             const double steps = weight > 0.0 ? (target - above) / weight : 0.0;
@@ -107,8 +111,8 @@ DEVICE void locate(const Column& column, Selection& s, const RowInput& in, Goal 
 DEVICE double likely_weight(const Column& column, Selection& s, const RowInput& in, float largest, int n_chunks) {
     const float inverse = static_cast<float>(inverse_of(in.temperature)), least = static_cast<float>(in.min_p);
     uint64_t mass = 0;
-    for (int chunk = warp_index(); chunk < n_chunks; chunk += WARPS)
-        for_chunk(column, chunk, [&](int, const float(&near)[4], const double(&)[4]) {
+    for (int chunk = warp_index(); chunk < n_chunks; chunk += 2 * WARPS)
+        for_chunks<2>(column, chunk, WARPS, n_chunks, [&](int, const float(&near)[4], auto) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (weight_of(near[i], largest, inverse) >= least) mass += mass_of(near[i], largest, inverse);
@@ -128,10 +132,10 @@ DEVICE int draw_token(const Column& column, Selection& s, const RowInput& in, fl
         double target = 0.0;
         if (step == 1) {
             const bool wide = is_wide(in.top_k);
-            const int n = select_top(column, s, wide ? PREFIX : in.top_k, largest, n_chunks);
+            const int n = select_top(column, s, wide ? WIDE_PREFIX : in.top_k, largest, n_chunks);
             if (warp_index() == 0) {
                 const double sum = cumulate(s, n, s.value[0], in.temperature);
-                const bool is_all = !wide || n < PREFIX;  // nothing else takes part
+                const bool is_all = !wide || n < WIDE_PREFIX;  // nothing else takes part
                 const double all = is_all ? sum : total;
                 const int n_kept = kept_of(s, in, n, s.value[0], all);
                 int index = -1;

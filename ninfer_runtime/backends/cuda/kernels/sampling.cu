@@ -86,17 +86,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grid_dependency_wait();
     const int c = static_cast<int>(blockIdx.y), b = c / p.n_columns, i = c % p.n_columns;
     const int chunk = static_cast<int>(blockIdx.x) * WARPS + warp_index();
-    const RowState& row = p.rows[b];
-    if (chunk >= p.n_chunks || !draws_at(row, i)) return;
-    const RowInput& in = input_of(p, b);
-    const Column column = column_of(p, row, in, c, i);
-    const bool is_raw = column.is_raw();
+    if (chunk >= p.n_chunks) return;
     constexpr int SEGMENTS = CHUNK / SEGMENT;
-
+    // Before anything else: nearly every column is wanted, and where its logits lie depends on nothing that is loaded.
     float raw[SEGMENTS][4];
     const int first = chunk * CHUNK + 4 * static_cast<int>(lane_id());
 #pragma unroll
-    for (int s = 0; s < SEGMENTS; ++s) load_logits(column.logits, first + s * SEGMENT, p.n_ids, raw[s]);
+    for (int s = 0; s < SEGMENTS; ++s)
+        load_logits(p.logits + static_cast<int64_t>(c) * p.logits_stride, first + s * SEGMENT, p.n_ids, raw[s]);
+    const RowState& row = p.rows[b];
+    if (!draws_at(row, i)) return;
+    const RowInput& in = input_of(p, b);
+    const Column column = column_of(p, row, in, c, i);
     bool is_finite = true;
     float largest = -infinite();
     int largest_id = NO_ID;
@@ -113,14 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     double best = static_cast<double>(largest);
     int best_id = largest_id;
-    if (!is_raw) {
+    if (!column.is_raw()) {
         best = -static_cast<double>(infinite());
         best_id = NO_ID;
-        for_chunk(column, chunk, [&](int id, const float(&)[4], const double(&value)[4]) {
+        for_chunk(column, chunk, [&](int id, const float(&)[4], auto exact) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                if (value[j] > best) {
-                    best = value[j];
+                if (exact(j) > best) {
+                    best = exact(j);
                     best_id = id + j;
                 }
         });
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const float inverse = static_cast<float>(inverse_of(in.temperature));
         const float reference = best_id == NO_ID ? 0.0f : static_cast<float>(best);
         float sum = 0.0f;
-        for_chunk(column, chunk, [&](int, const float(&near)[4], const double(&)[4]) {
+        for_chunk(column, chunk, [&](int, const float(&near)[4], auto) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum += weight_of(near[j], reference, inverse);
         });
@@ -239,6 +240,7 @@ DEVICE void end_row(const SampleParams& p, int b) {
     out.status = row.status;
     out.start = row.n_columns > 0 ? row.start : 0;
     out.budget = budget;
+    int own_token = 0;  // lane i: the i-th token emitted
     for (int i = verify ? 0 : n - 1; i >= 0 && i < n; ++i) {
         const Draw draw = p.draws[b * p.n_columns + i];
         if (draw.outcome != DREW) {
@@ -246,9 +248,7 @@ DEVICE void end_row(const SampleParams& p, int b) {
             out.empty_mask = draw.outcome == NOTHING_ALLOWED;
             break;
         }
-#pragma unroll
-        for (int at = 0; at < MAX_COLUMNS; ++at)
-            if (at == out.emitted) out.token_ids[at] = draw.token;
+        if (static_cast<int>(lane_id()) == out.emitted) own_token = draw.token;
         ++out.emitted;
         bool is_stop = false;
         for (int at = static_cast<int>(lane_id()); at < in.n_stop_ids; at += WARP_LANES)
@@ -262,8 +262,16 @@ DEVICE void end_row(const SampleParams& p, int b) {
         if (out.status != STATUS_RUNNING || !is_draft_right) break;
     }
     out.columns = verify ? out.emitted : (out.emitted > 0 ? n : 0);
+    if (lane_id() < MAX_COLUMNS) p.outputs[b].token_ids[lane_id()] = own_token;
     if (lane_id() != 0) return;
-    p.outputs[b] = out;
+    RowOutput& written = p.outputs[b];
+    written.status = out.status;
+    written.start = out.start;
+    written.emitted = out.emitted;
+    written.accepted = out.accepted;
+    written.columns = out.columns;
+    written.budget = out.budget;
+    written.empty_mask = out.empty_mask;
     row.status = out.status;
     row.emitted = out.emitted;
     row.accepted = out.accepted;

@@ -90,7 +90,7 @@ class SamplerShape:
         words = self.capacity + _BINS + 2 * _MAX_CHUNKS + warps + 8
         return -(-(8 * doubles + 4 * words) // 128) * 128
 
-    def _spec(self, name: str, threads: int, shared_bytes: int) -> KernelSpec:
+    def _spec(self, name: str, threads: int, shared_bytes: int, min_blocks: int) -> KernelSpec:
         defines = (
             ("CHUNK", self.chunk),
             ("MAX_CHUNKS", _MAX_CHUNKS),
@@ -99,13 +99,13 @@ class SamplerShape:
             ("VECTOR_LOADS", int(self.logits_stride % 4 == 0)),
             ("SELECTION_BYTES", self.shared_bytes),
         )
-        return KernelSpec("sampling.cu", name, defines, threads, shared_bytes)
+        return KernelSpec("sampling.cu", name, defines, threads, shared_bytes, min_blocks)
 
     def specs(self) -> list[KernelSpec]:
         """The two launches: a scan by many blocks, then one block per column."""
         return [
-            self._spec("sample_scan", _SCAN_THREADS, 0),
-            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes),
+            self._spec("sample_scan", _SCAN_THREADS, 0, 3),
+            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes, 1),
         ]
 
 
