@@ -143,7 +143,7 @@ class EmulatedStream:
         """Let later work run after the event."""
         assert isinstance(event, EmulatedEvent)
         self.refuse_while_recording("wait")
-        self.queue(event.reached)
+        self.queue(event.as_recorded())
 
     def refuse_while_recording(self, what: str) -> None:
         """DeviceError while the stream is captured."""
@@ -173,8 +173,12 @@ class EmulatedEvent:
 
     def reached(self) -> None:
         """Do the work in front of the point."""
-        if self._stream is not None:
-            self._stream.run_until(self._position)
+        self.as_recorded()()
+
+    def as_recorded(self) -> Work:
+        """``reached`` for the point as it is now; recording the event again does not change it."""
+        stream, position = self._stream, self._position
+        return lambda: None if stream is None else stream.run_until(position)
 
     def query(self) -> bool:
         """Whether the point is passed; asking lets one more piece of work be done."""
