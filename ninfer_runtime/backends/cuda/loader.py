@@ -1,20 +1,20 @@
 """Weights from the file to the device: reading, copying and repacking overlap.
 
-Reader threads fill a ring of pinned buffers; one stream copies them into a ring of staging memory (or straight to their
-place); a second stream turns what is complete into its packed form. An ``Upload`` says which file bytes go where, and
-what to run once they have arrived; who plans the uploads knows formats, this file knows only bytes.
+Each reader thread fills pinned buffers of its own and queues their copies into a ring of staging memory (or straight to
+their place); a second stream turns what is complete into its packed form. An ``Upload`` says which file bytes go where,
+and what to run once they have arrived; who plans the uploads knows formats, this file knows only bytes.
 
-Measured on an H200 with 16 cores, 6 GiB in the page cache and a link of 54 GB/s: 16 threads that ``pread`` 4 MiB at a
-time keep the link busy; through a map the page tables cost a third of the rate. Pinning runs at 2.6 GB/s there, so the
-ring is small, and each of its buffers is pinned by the thread that fills it first.
+Measured on an H200 with 16 cores and a link of 54 GB/s: threads that ``pread`` from the page cache keep it busy, a map
+costs a third of the rate in page tables. Pinning runs at 2.6 GB/s there, so the buffers are few and small.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from threading import Condition
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,9 @@ CHUNK_BYTES = 4 << 20
 MAX_STAGING_BYTES = 64 << 20
 """What one upload should stage at most; larger ones work, and take as much device memory during the load."""
 
-_MAX_READERS = 16
-_COPY_LAG = 6  # copies still queued when a buffer is filled again: the copy engine never waits for the host
-_SPARE_BUFFERS = 2  # read, and not yet queued
-_N_STAGING = 3
+_MAX_READERS = 12
+_BUFFERS_PER_READER = 2
+_N_STAGING = 4
 _STAGING_ALIGNMENT = 256
 
 Finish = Callable[[int, Stream], None]
@@ -69,11 +68,10 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load took: seconds in all, and those the copies stood still because the readers were behind."""
+    """What a load moved and took, from the call to the last repacked byte."""
 
     n_bytes: int
     seconds: float
-    reading_seconds: float
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -111,91 +109,127 @@ def _chunks(uploads: Sequence[Upload], chunk_bytes: int) -> Iterator[list[_Part]
         yield parts
 
 
-class _Staging:
-    """A ring of device memory; a slot is handed out again when the work that used it last has ended."""
+@dataclass(slots=True)
+class _Slot:
+    """One part of the staging memory.
 
-    def __init__(self, device: Device, n_bytes: int) -> None:
-        self._device = device
-        self._slots: deque[tuple[int, Event]] = deque()
-        self._pointer = device.allocate(n_bytes * _N_STAGING) if n_bytes else 0
-        if n_bytes:
-            self._slots.extend((self._pointer + n_bytes * i, device.event()) for i in range(_N_STAGING))
+    ``turn`` is the rank of the upload that may use it now, which is to say that the work of the one before is queued;
+    ``event`` is behind that work. Ranks count the uploads that stage, and take the slots in turn.
+    """
 
-    def take(self, copies: Stream) -> tuple[int, Event]:
-        """Address and event of the next slot; ``copies`` waits for its last use, the caller records its next one."""
-        slot = self._slots.popleft()
-        self._slots.append(slot)
-        copies.wait(slot[1])
-        return slot
-
-    def close(self) -> None:
-        if self._pointer:
-            self._device.free(self._pointer)
+    pointer: int
+    event: Event
+    turn: int
 
 
-class _Finisher:
-    """Puts the parts of a chunk on the copy stream, and each upload's ``finish`` on the other one at its last byte."""
+class _Load:
+    """What the readers of one load share; everything that is not constant changes under ``_changed``."""
 
-    def __init__(self, device: Device, uploads: Sequence[Upload], staging: _Staging) -> None:
+    def __init__(
+        self, device: Device, uploads: Sequence[Upload], chunk_bytes: int, descriptor: int, advance: Advance
+    ) -> None:
         self._device = device
         self._uploads = uploads
-        self._staging = staging
+        self._chunk_bytes = chunk_bytes
+        self._chunks = _chunks(uploads, chunk_bytes)
+        self._descriptor = descriptor
+        self._advance = advance
+        self._changed = Condition()
+        self._stopped = False
+        self._left = [upload.n_bytes for upload in uploads]
         self._copies, self._repacks = device.stream(), device.stream()
         self._arrived = device.event()
-        self._current = -1
-        self._left = 0
-        self._slot: tuple[int, Event] | None = None
+        staging_bytes = up(max((upload.staging_bytes for upload in uploads), default=0), _STAGING_ALIGNMENT)
+        self._staging = device.allocate(_N_STAGING * staging_bytes) if staging_bytes else 0
+        self._slots = [_Slot(self._staging + i * staging_bytes, device.event(), i) for i in range(_N_STAGING)]
+        staged = (index for index, upload in enumerate(uploads) if upload.staging_bytes)
+        self._ranks = {index: rank for rank, index in enumerate(staged)}
+        self._opened: set[int] = set()
+        self._pinned: list[NDArray[np.uint8]] = []
 
-    def _open(self, index: int) -> None:
-        upload = self._uploads[index]
-        self._current, self._left = index, upload.n_bytes
-        self._slot = self._staging.take(self._copies) if upload.staging_bytes else None
+    def read_all(self) -> None:
+        """What one reader does: chunk after chunk into its buffers in turn, until none is left."""
+        buffers: list[tuple[NDArray[np.uint8], Event]] = []
+        try:
+            for turn in cycle(range(_BUFFERS_PER_READER)):
+                with self._changed:
+                    parts = None if self._stopped else next(self._chunks, None)
+                if parts is None:
+                    return
+                if turn == len(buffers):
+                    # The first call of this thread on the device: it makes the device usable from here.
+                    buffers.append((self._device.allocate_host(self._chunk_bytes), self._device.event()))
+                    self._pinned.append(buffers[turn][0])
+                self._move(parts, *buffers[turn])
+        except BaseException:
+            self.stop()
+            raise
 
-    def queue(self, parts: Sequence[_Part], buffer: NDArray[np.uint8], copied: Event) -> None:
-        """Copy ``buffer`` to where its parts belong; ``copied`` is passed when it may be filled again."""
-        for part in parts:
-            if part.upload != self._current:
-                self._open(part.upload)
-            target = part.target + (self._slot[0] if self._slot else 0)
-            self._device.upload(target, buffer[part.at : part.at + part.n_bytes], self._copies)
-            self._left -= part.n_bytes
-            if self._left == 0:
-                self._complete(self._uploads[part.upload].finish)
-        copied.record(self._copies)
+    def stop(self) -> None:
+        """Let every reader end after its chunk."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
-    def _complete(self, finish: Finish | None) -> None:
-        self._arrived.record(self._copies)
-        self._repacks.wait(self._arrived)
-        if finish is not None:
-            finish(self._slot[0] if self._slot else 0, self._repacks)
-        if self._slot:
-            self._slot[1].record(self._repacks)
-
-
-class _Ring:
-    """Pinned buffers, made when they are first filled."""
-
-    def __init__(self, device: Device, n_buffers: int, buffer_bytes: int) -> None:
-        self._device = device
-        self._bytes = buffer_bytes
-        self._buffers: list[NDArray[np.uint8] | None] = [None] * n_buffers
-        self.copied = [device.event() for _ in range(n_buffers)]
-
-    def fill(self, index: int, descriptor: int, parts: Sequence[_Part]) -> NDArray[np.uint8]:
-        """Read ``parts`` into buffer ``index``; called by the reader threads, by one at a time for each buffer."""
-        buffer = self._buffers[index]
-        if buffer is None:
-            buffer = self._buffers[index] = self._device.allocate_host(self._bytes)
+    def _move(self, parts: Sequence[_Part], buffer: NDArray[np.uint8], copied: Event) -> None:
+        copied.synchronize()
         whole = memoryview(buffer.data)
         for part in parts:
-            read_exactly(descriptor, whole[part.at : part.at + part.n_bytes], part.begin)
-        return buffer
+            read_exactly(self._descriptor, whole[part.at : part.at + part.n_bytes], part.begin)
+        for part in parts:
+            base = self._open(part.upload) if self._uploads[part.upload].staging_bytes else 0
+            if self._stopped:
+                return
+            self._device.upload(base + part.target, buffer[part.at : part.at + part.n_bytes], self._copies)
+            self._count(part)
+        copied.record(self._copies)
+
+    def _open(self, index: int) -> int:
+        """Staging address of an upload; waits until the upload that had the slot before is queued to its end.
+
+        That never waits for ever: uploads use the slots in order, and chunks are handed out in that order too, so a
+        reader waits only for readers that have earlier chunks.
+        """
+        rank = self._ranks[index]
+        slot = self._slots[rank % _N_STAGING]
+        with self._changed:
+            while slot.turn != rank and not self._stopped:
+                self._changed.wait()
+            if rank not in self._opened:
+                self._opened.add(rank)
+                self._copies.wait(slot.event)
+        return slot.pointer
+
+    def _count(self, part: _Part) -> None:
+        """A part's copy is queued; behind an upload's last one goes its ``finish``."""
+        with self._changed:
+            self._left[part.upload] -= part.n_bytes
+            self._advance(part.n_bytes)
+            if self._left[part.upload] == 0:
+                self._finish(part.upload)
+
+    def _finish(self, index: int) -> None:
+        upload = self._uploads[index]
+        if upload.finish is None and not upload.staging_bytes:
+            return
+        rank = self._ranks.get(index, 0)
+        slot = self._slots[rank % _N_STAGING]
+        self._arrived.record(self._copies)
+        self._repacks.wait(self._arrived)
+        if upload.finish is not None:
+            upload.finish(slot.pointer if upload.staging_bytes else 0, self._repacks)
+        if upload.staging_bytes:
+            slot.event.record(self._repacks)
+            slot.turn = rank + _N_STAGING
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Give the buffers back; no copy of them may be running."""
-        for buffer in self._buffers:
-            if buffer is not None:
-                self._device.free_host(buffer)
+        """Give buffers and staging memory back, once the device is idle."""
+        self._device.synchronize()
+        if self._staging:
+            self._device.free(self._staging)
+        for buffer in self._pinned:
+            self._device.free_host(buffer)
 
 
 def load(
@@ -207,57 +241,38 @@ def load(
     readers: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> LoadReport:
-    """Run all uploads, in order; everything has ended when it returns.
+    """Run all uploads; everything has ended when it returns. They are read in order, and finish in about that order.
 
-    ``readers`` threads read (default: the cores, at most 16). Raises StorageError when the file became shorter or
+    ``readers`` threads read (default: the cores, at most 12). Raises StorageError when the file became shorter or
     cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
     """
     started = time.perf_counter()
     uploads = [upload for upload in uploads if upload.n_bytes]
     n_bytes = sum(upload.n_bytes for upload in uploads)
     chunk_bytes = up(min(chunk_bytes, max(n_bytes, 1)), _STAGING_ALIGNMENT)
-    chunks = list(_chunks(uploads, chunk_bytes))
-    readers = min(readers or min(available_cores(), _MAX_READERS), max(1, len(chunks)))
-    staging_bytes = up(max((upload.staging_bytes for upload in uploads), default=0), _STAGING_ALIGNMENT)
-    try:
-        staging = _Staging(device, staging_bytes)
-    except DeviceMemoryError as error:
-        raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
-    ring = _Ring(device, readers + _COPY_LAG + _SPARE_BUFFERS, chunk_bytes)
-    try:
-        with open_regular(path) as stream, progress(n_bytes, "loading") as advance:
-            reading = _run(chunks, stream.fileno(), _Finisher(device, uploads, staging), ring, readers, advance)
-        device.synchronize()
-        return LoadReport(n_bytes, time.perf_counter() - started, reading)
-    except StorageError as error:
-        raise StorageError(f"{path}: {error}; copy or download it again") from None
-    finally:
-        device.synchronize()
-        staging.close()
-        ring.close()
+    readers = readers or max(1, min(available_cores(), _MAX_READERS, -(-n_bytes // chunk_bytes)))
+    with open_regular(path) as stream, progress(n_bytes, "loading") as advance:
+        try:
+            job = _Load(device, uploads, chunk_bytes, stream.fileno(), advance)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
+        try:
+            _run(job, readers)
+            device.synchronize()
+            return LoadReport(n_bytes, time.perf_counter() - started)
+        except StorageError as error:
+            raise StorageError(f"{path}: {error}; copy or download it again") from None
+        finally:
+            job.close()
 
 
-def _run(
-    chunks: Sequence[Sequence[_Part]], descriptor: int, finisher: _Finisher, ring: _Ring, readers: int, advance: Advance
-) -> float:
-    """Read, copy and finish all chunks in order; seconds that the copies waited for readers."""
-    n_buffers = len(ring.copied)
-    waiting: deque[Future[NDArray[np.uint8]]] = deque()
-    submitted, reading = 0, 0.0
+def _run(job: _Load, readers: int) -> None:
+    """Read with ``readers`` threads; the first error of any of them ends them all."""
     with ThreadPoolExecutor(readers) as pool:
         try:
-            for number, parts in enumerate(chunks):
-                while submitted < min(len(chunks), number + n_buffers - _COPY_LAG):
-                    index = submitted % n_buffers
-                    ring.copied[index].synchronize()
-                    waiting.append(pool.submit(ring.fill, index, descriptor, chunks[submitted]))
-                    submitted += 1
-                before = time.perf_counter()
-                buffer = waiting.popleft().result()
-                reading += time.perf_counter() - before
-                finisher.queue(parts, buffer, ring.copied[number % n_buffers])
-                advance(sum(part.n_bytes for part in parts))
-        finally:
-            for future in waiting:
-                future.cancel()
-    return reading
+            running = [pool.submit(job.read_all) for _ in range(readers)]
+            for each in running:
+                each.result()
+        except BaseException:
+            job.stop()
+            raise
