@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mistake(const 
 #elif MISTAKE == 5  // writes one element too far
     p.out[t + 1] = 0;
 #elif MISTAKE == 6  // reads far outside
-    p.out[t] = p.out[t + 100000];
+    p.out[t] = p.out[t + (1 << 28)];
 #elif MISTAKE == 7  // misaligned vector
     store_16(p.out + 1, load_16(p.out));
 #elif MISTAKE == 8  // past the shared memory
@@ -54,5 +54,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mistake(const 
 #elif MISTAKE == 15  // lanes read each other's words without warp_sync
     smem[t] = static_cast<uint32_t>(t);
     p.out[t] = smem[t ^ 1];
+#elif MISTAKE == 16  // reads in front of the wait for earlier kernels
+    smem[t] = p.out[t];
+    grid_dependency_wait();
+    p.out[t] = smem[t];
+#elif MISTAKE == 17  // writes in front of it
+    p.out[t] = static_cast<uint32_t>(t);
+    grid_dependency_wait();
+#elif MISTAKE == 18  // a copy into a buffer that other warps still read
+    smem[t] = static_cast<uint32_t>(t);
+    __syncthreads();
+    p.out[t] = smem[THREADS - 1 - t];
+    if (t < THREADS / 4) cp_async_16(smem + 4 * t, p.out + 4 * t);
+    cp_async_commit();
+    cp_async_wait<0>();
 #endif
 }

@@ -1,6 +1,7 @@
 """Mistakes of kernels are found and named, and the device behaves as the ``Device`` protocol says."""
 
 import ctypes
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -59,10 +60,53 @@ def test_a_mistake_is_an_error_that_names_kernel_block_and_thread(mistake: int, 
 
 @pytest.mark.parametrize("mistake", [1, 12, 14, 15])
 def test_what_was_not_waited_for_is_poison(mistake: int) -> None:
-    with EmulatedDevice() as device:
+    with EmulatedDevice(watch=False) as device:
         out = device.put(np.zeros(4 * THREADS, np.uint32))
         launch(device, mistake, out)
         assert POISON in device.get(out, np.uint32, THREADS)
+
+
+@pytest.mark.parametrize(
+    "mistake, message",
+    [
+        (
+            1,
+            r"race: shared memory byte \d+ is \w+ here and \w+ by thread \d+, with no \w+ in between",
+        ),
+        (12, None),
+        (14, r"byte 0 is read while a cp.async of thread 0 is under way"),
+        (15, r"race: shared memory byte \d+ .* with no warp_sync in between"),
+        (
+            16,
+            r"reads in front of grid_dependency_wait\(\) what an earlier kernel writes \(mistake\[MISTAKE=0\]x64\)",
+        ),
+        (17, r"writes in front of grid_dependency_wait\(\) what an earlier kernel writes"),
+        (18, r"race: shared memory byte \d+ is written here and read by thread \d+, with no barrier in between"),
+        (0, None),
+    ],
+)
+def test_watching_names_the_thread_that_races(mistake: int, message: str | None) -> None:
+    with EmulatedDevice(watch=True) as device:
+        out, stream = device.put(np.zeros(THREADS, np.uint32)), device.stream()
+        for which, pdl in ((0, False), (mistake, mistake in (16, 17))):
+            kernel, expected = device.kernel(spec_of(which)), message if which == mistake else None
+            with pytest.raises(KernelError, match=expected) if expected else nullcontext():
+                kernel.launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=pdl)
+
+
+def test_what_earlier_kernels_wrote_may_be_read_early_once_they_have_ended() -> None:
+    with EmulatedDevice(watch=True) as device:
+        out, stream = device.put(np.zeros(THREADS, np.uint32)), device.stream()
+        device.kernel(spec_of(0)).launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=False)
+        stream.synchronize()
+        device.kernel(spec_of(16)).launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=True)
+
+
+def test_a_dependent_launch_that_never_waits_is_refused() -> None:
+    with EmulatedDevice() as device:
+        out, kernel = device.allocate(4 * THREADS), device.kernel(spec_of(0))
+        with pytest.raises(KernelError, match=r"pdl=True, and no thread of the block called grid_dependency_wait\(\)"):
+            kernel.launch((1, 1, 1), MistakeParams(out, 0), device.stream())
 
 
 def test_fresh_memory_is_poison_and_256_byte_aligned() -> None:

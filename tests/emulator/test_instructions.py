@@ -262,12 +262,11 @@ def test_approximations_are_close_and_flush(device: EmulatedDevice, fresh_seed: 
 
 
 @pytest.mark.parametrize("groups", [0, 1, 2, 3])
-def test_asynchronous_copies_arrive_with_the_wait_for_their_group(
-    device: EmulatedDevice, groups: int, fresh_seed: int
-) -> None:
+def test_asynchronous_copies_arrive_with_the_wait_for_their_group(groups: int, fresh_seed: int) -> None:
     source = np.random.default_rng(fresh_seed).integers(0, 2**31, (3, 64, 4)).astype(np.uint32)
     options: dict[str, Any] = {"threads": 64, "shared_bytes": source.nbytes, "defines": (("WAIT_GROUPS", groups),)}
-    out = probe(device, "cp_async", [source], source.size, **options).reshape(source.shape)
+    with EmulatedDevice(folders=(HERE,), watch=False) as device:
+        out = probe(device, "cp_async", [source], source.size, **options).reshape(source.shape)
     expected = source.copy()
     expected[1, 1::2] = 0
     expected[3 - groups :] = POISON
