@@ -1,10 +1,12 @@
 """Random payloads of an artifact, written from a few megabytes of random words by several threads.
 
-A pool holds ``POOL_GROUPS`` groups of one format: normal deviates of standard deviation 1 run through the canonical
+A pool holds a prime number of groups of one format: normal deviates of standard deviation 1 run through the canonical
 encoder, so codes and scales go together as in a real artifact. A plane of a matrix is the pool's plane, read in a
 circle from a drawn group on; the scale plane is first multiplied by the matrix's own standard deviation.
 """
 
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +21,10 @@ from ninfer_format.directory import TensorEntry
 from ninfer_format.formats import NUMERIC_FORMATS, ROW_SPLIT, blockscale_planes, row_split_planes
 from ninfer_format.layouts.planes import plane_views
 from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN
-from ninfer_format.writer import ArtifactWriter
+from ninfer_format.writer import ArtifactWriter, storage_error
 
-POOL_GROUPS = 262_139
-"""The largest prime below 2^18: more than the rows of any vocabulary, so rows of one matrix differ."""
-_WRITERS = 4
-"""Threads that write: one file takes them one at a time. Measured on 16 cores: 2.5 GB/s with one, 3.3 with 4 and 16."""
+POOL_GROUPS = (16_381, 262_139)
+"""Groups of a pool, two primes: the first that is above the rows of every matrix is taken, so rows of one differ."""
 _EMBEDDING_STD = 0.5
 _INPUT_DIVISOR = 256.0
 
@@ -88,26 +88,26 @@ def vector_values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Planes of ``POOL_GROUPS`` groups as bytes: base, high (empty for some formats), and scales as float32."""
+    """Planes of a pool as bytes: base, high (empty for some formats), and scales as float32."""
 
     base: npt.NDArray[np.uint8]
     high: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float32]
 
 
-def grouped_pool(format: str, seed: int) -> Pool:
+def grouped_pool(format: str, n_groups: int, seed: int) -> Pool:
     """The pool of a grouped format: standard deviation 1."""
     fmt = NUMERIC_FORMATS[format]
     rng = np.random.default_rng([seed, fmt.bits])
     # Two groups per row keep K a multiple of 128 for every group size; the odd group is cut off.
-    n_rows, k = -(-POOL_GROUPS * fmt.group // 128), 128
+    n_rows, k = -(-n_groups * fmt.group // 128), 128
     payload = encode_tensor(rng.standard_normal((n_rows, k), np.float32), format, ROW_SPLIT)
     views = plane_views(np.frombuffer(payload, np.uint8), row_split_planes(format, (n_rows, k)))
 
     def flat(plane: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return plane.reshape(-1)[: POOL_GROUPS * plane.shape[2]]
+        return plane.reshape(-1)[: n_groups * plane.shape[2]]
 
-    scales = views.scales.reshape(-1)[:POOL_GROUPS].view(np.float16).astype(np.float32)
+    scales = views.scales.reshape(-1)[:n_groups].view(np.float16).astype(np.float32)
     return Pool(flat(views.base), flat(views.high), scales)
 
 
@@ -122,6 +122,18 @@ class Piece:
     start: int
 
 
+def _mapped(writer: ArtifactWriter) -> npt.NDArray[np.uint8]:
+    """The temporary file as memory, its space reserved first: a full disk must not show while a page is touched.
+
+    Threads that write one file wait for each other, threads that touch its pages do not.
+    """
+    try:
+        os.posix_fallocate(writer.descriptor, 0, writer.file_bytes)
+    except OSError as error:
+        raise storage_error(error, writer.path, "reserving space") from None
+    return np.frombuffer(mmap.mmap(writer.descriptor, writer.file_bytes), np.uint8)
+
+
 class Filler:
     """Writes every tensor of an artifact. ``n_addressable`` bounds the ids of the draft head."""
 
@@ -129,28 +141,34 @@ class Filler:
         self._writer = writer
         self._n_addressable = n_addressable
         self._seed = seed
+        self._n_groups = POOL_GROUPS[-1]
         self._made: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
         self._locks: dict[tuple[object, ...], threading.Lock] = {}
 
     def fill(self, tensors: Sequence[TensorEntry], n_threads: int) -> None:
         """Write all of them."""
+        most_rows = max((entry.shape[0] for entry in tensors if len(entry.shape) == 2), default=0)
+        self._n_groups = next((n for n in POOL_GROUPS if n > most_rows), POOL_GROUPS[-1])
         formats = {entry.format for entry in tensors if NUMERIC_FORMATS[entry.format].kind == "grouped"}
+        file = _mapped(self._writer)
         with ThreadPoolExecutor(n_threads) as threads:
             list(threads.map(self._pool, sorted(formats)))
-        with ThreadPoolExecutor(min(n_threads, _WRITERS)) as threads:
             jobs = [(entry, i) for i, entry in enumerate(tensors)]
             jobs.sort(key=lambda job: -job[0].n_bytes)
-            list(threads.map(lambda job: self._write(*job), jobs))
+            list(threads.map(lambda job: self._write(file, *job), jobs))
 
-    def _write(self, entry: TensorEntry, index: int) -> None:
+    def _write(self, file: npt.NDArray[np.uint8], entry: TensorEntry, index: int) -> None:
         rng = np.random.default_rng([self._seed, index])
+        begin = self._writer.payload_offset + entry.offset
+        payload = file[begin : begin + entry.n_bytes]
         for piece in self._pieces(entry, rng):
             offset, left, start = piece.offset, piece.n_bytes, piece.start
             while left:
                 part = piece.pool[start : start + left]
-                self._writer.write_at(entry.name, offset, part.data)
+                np.copyto(payload[offset : offset + part.size], part)
                 offset, left, start = offset + part.size, left - part.size, 0
+        self._writer.mark_written(entry.name)
 
     def _pieces(self, entry: TensorEntry, rng: np.random.Generator) -> Iterator[Piece]:
         if entry.name.endswith("draft_head_token_ids"):
@@ -176,7 +194,7 @@ class Filler:
             yield self._whole(entry, self._padded(entry.format, entry.shape, std))
             return
         pool, scales = self._pool(entry.format), self._scales(entry.format, std)
-        first = int(rng.integers(POOL_GROUPS))
+        first = int(rng.integers(self._n_groups))
         yield Piece(entry.name, planes.base_offset, planes.base_bytes, pool.base, first * planes.base_bytes_per_group)
         if planes.high_bytes:
             start = first * planes.high_bytes_per_group
@@ -202,11 +220,11 @@ class Filler:
     def _nvfp4_pool(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], float]:
         """Codes near a normal's, scales between 1/2 and 2, and the standard deviation of what they spell."""
         rng = np.random.default_rng([self._seed, 4, 16])
-        magnitudes = np.abs(rng.standard_normal(2 * 8 * POOL_GROUPS, np.float32)) * 2.5
+        magnitudes = np.abs(rng.standard_normal(2 * 8 * self._n_groups, np.float32)) * 2.5
         edges = (E2M1[1:8] + E2M1[:7]) / 2
         signs = rng.integers(0, 2, magnitudes.size, np.uint8) * np.uint8(8)
         nibbles = np.digitize(magnitudes, edges).astype(np.uint8) | signs
-        scales = rng.integers(0x30, 0x41, 4 * POOL_GROUPS, np.uint8)
+        scales = rng.integers(0x30, 0x41, 4 * self._n_groups, np.uint8)
         std = float(E2M1[nibbles].std() * np.sqrt(np.mean(E4M3FN[scales] ** 2)))
         codes = np.bitwise_or(nibbles[0::2], nibbles[1::2] << np.uint8(4), dtype=np.uint8)
         return codes, scales, std
@@ -215,7 +233,7 @@ class Filler:
         """BF16 words of normal deviates, as bytes."""
 
         def made() -> npt.NDArray[np.uint8]:
-            values = np.random.default_rng([self._seed, 16]).standard_normal(16 * POOL_GROUPS, np.float32)
+            values = np.random.default_rng([self._seed, 16]).standard_normal(16 * self._n_groups, np.float32)
             payload = encode_tensor(values * np.float32(std), "BF16", "contiguous-le-v1")
             return np.frombuffer(payload, np.uint8)
 
@@ -223,7 +241,7 @@ class Filler:
         return words
 
     def _pool(self, format: str) -> Pool:
-        pool: Pool = self._once((format,), lambda: grouped_pool(format, self._seed))
+        pool: Pool = self._once((format,), lambda: grouped_pool(format, self._n_groups, self._seed))
         return pool
 
     def _scales(self, format: str, std: float) -> npt.NDArray[np.uint8]:

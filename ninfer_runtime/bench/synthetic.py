@@ -1,6 +1,6 @@
 """Structurally exact artifacts with random weights: every object of an identity, at its place, in seconds.
 
-Weights are drawn once per format, run through the canonical encoder, and repeated: ``POOL_GROUPS`` is prime, so no two
+Weights are drawn once per format, run through the canonical encoder, and repeated: their number is prime, so no two
 rows of a matrix start at the same group of the pool. Standard deviations follow the role (``weight_std``), so that
 activations stay finite and of the usual size through any number of layers. Specification: specs/benchmarks.md.
 """
