@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ninfer_runtime.backends.cuda.catalog import KernelRow, kernel_rows
 from ninfer_runtime.backends.cuda.planned import TARGETS
 
+_SCHEMA = "ninfer.kernels/1"
 _N_WORDS = 2
 _COLUMNS = ("kernel", "target", "registers", "spill bytes", "shared bytes", "blocks per SM")
 
@@ -16,7 +17,7 @@ def kernels(archs: Sequence[str] | None, *, sass: bool = False, jobs: int | None
     for arch in archs or TARGETS:
         rows += kernel_rows(arch, jobs=jobs, sass=sass)
     if as_json:
-        print(json.dumps({"kernels": [row.to_json() for row in rows]}, indent=1))
+        print(json.dumps({"schema": _SCHEMA, "kernels": [row.to_json() for row in rows]}, indent=1))
     else:
         print("\n".join(_table(rows, sass=sass)))
     return 0
