@@ -50,8 +50,7 @@ class Product:
             packed = pack_matrix(matrix, codes, words)
             scale = torch.from_numpy(np.repeat(words.view(np.float16), tile.group, axis=1)[:, :k]).cuda().double()
             code = torch.from_numpy(codes).cuda().double()
-            upper = scale.bfloat16().double()
-            self.operand = (code * upper + (code * (scale - upper)).bfloat16().double()).bfloat16().double()
+            self.operand = (code * scale.bfloat16().double()).bfloat16().double()
         else:
             values = torch.from_numpy(rng.standard_normal((n_rows, k)) / k**0.5).bfloat16()
             packed = pack_matrix(matrix, values.view(torch.int16).numpy().view(np.uint16), None)

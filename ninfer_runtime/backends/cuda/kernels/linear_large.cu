@@ -1,8 +1,8 @@
 // y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16 [T][x_stride].
 // Alignment: x 16 bytes, x_stride a multiple of 8 elements, tiles 128 bytes, outputs 4 bytes. Any T, N, K; columns of x
 // from K on are never used. Up to MATRICES matrices of the same K, any mix of FORMATS, one persistent grid.
-// Reference: backends/reference/linear.py. Weights are rounded to bf16 once, after the scale; products and sums are
-// exact and fp32; tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
+// Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)); products and sums are exact and fp32;
+// tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
 //
 // A block computes 256 rows (16 tile rows) of TOKENS tokens, a warp 2 tile rows of all of them. Weights go from global
 // memory to fragments in registers, one 64-column group ahead; activations through a ring of STAGES stages of 128
@@ -67,6 +67,7 @@ struct LinearLargeParams {
     int first_pair[MAX_MATRICES];   // pairs of tile rows before this matrix
     int out_stride[MAX_MATRICES];
     int out_float[MAX_MATRICES];    // STORE: nonzero for fp32
+    float factor[MAX_MATRICES];     // of sums: 2^24 where weights are scaled, 1 for bf16
     int n_pairs;                // of all matrices
     int n_tokens;
     int token_tiles;
@@ -143,11 +144,55 @@ DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, cons
     return copies;
 }
 
-// The scale as two bf16 numbers, each twice, whose sum it is: code * upper + (code * lower) is rounded once.
-DEVICE void split_scale(float scale, uint32_t (&parts)[2]) {
-    parts[0] = pack_bf16(scale, scale);
-    const float rest = scale - bf16_lo(parts[0]);
-    parts[1] = pack_bf16(rest, rest);
+// ---- from codes to operands
+//
+// A bf16 word with 8 bits or fewer set at its low end is that integer times 2^-133, subnormal or not: codes need no
+// conversion, and fma(u, scale 2^109, -bias scale 2^-24) is the weight times 2^-24, rounded once. The scale itself is
+// rounded to bf16; any binary16 scale stays in range. The factor 2^24 is made up for in the epilogue.
+
+template <int FORMAT>
+struct Scale {
+    static constexpr uint32_t BIAS = FORMAT == Q4 ? 8 : FORMAT == Q5 ? 16 : FORMAT == Q6 ? 32 : 128;
+    uint32_t unit;     // of a code at bit 0, bf16 twice
+    uint32_t shifted;  // Q4: of a code at bit 4
+    uint32_t offset;   // -BIAS units
+
+    DEVICE void set(float scale) {
+        const float unit_scale = scale * 0x1p109f;
+        unit = pack_bf16(unit_scale, unit_scale);
+        if (FORMAT == Q4) shifted = mul_bf16x2(unit, 0x3d803d80u);  // 1 / 16
+        offset = mul_bf16x2(unit, 0x80008000u | BIAS * 0x10001u);
+    }
+};
+
+// Register i of operand A of mma j of a group.
+template <int FORMAT>
+DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j, int i, const Scale<FORMAT>& scale) {
+    const int pair = 4 * j + i;
+    uint32_t codes, unit = scale.unit;
+    if constexpr (FORMAT == Q4) {
+        const uint32_t word = j < 2 ? words[i] : words[i] >> 8;
+        codes = word & (j % 2 ? 0x00f000f0u : 0x000f000fu);
+        if (j % 2) unit = scale.shifted;
+    } else if constexpr (FORMAT == Q5) {
+        if (pair < 15) {
+            codes = words[pair / 3] >> (5 * (pair % 3)) & 0x001f001fu;
+        } else {
+            codes = words[4] >> 11 & 0x00100010u;
+            codes = lop3<0xea>(words[3] >> 12, 0x00080008u, codes);
+            codes = lop3<0xea>(words[2] >> 13, 0x00040004u, codes);
+            codes = lop3<0xea>(words[1] >> 14, 0x00020002u, codes);
+            codes = lop3<0xea>(words[0] >> 15, 0x00010001u, codes);
+        }
+    } else if constexpr (FORMAT == Q6) {
+        if (pair < 12)
+            codes = words[pair / 2] >> (6 * (pair % 2)) & 0x003f003fu;
+        else
+            codes = lop3<0xea>(words[4 + i / 2] >> (8 + 2 * (i % 2)), 0x00300030u, words[i] >> 12 & 0x000f000fu);
+    } else {  // two's complement to offset binary
+        codes = lop3<0x6a>(words[4 * (j / 2) + i] >> (8 * (j % 2)), 0x00ff00ffu, 0x00800080u);
+    }
+    return fma_bf16x2(codes, unit, scale.offset);
 }
 
 // What a lane holds of one 64-column group of a tile row, or of half of it (BY_HALF).
@@ -187,18 +232,20 @@ struct LaneWeights {
     }
 
     // Scales of the lane's rows for a group of the stage, or a half of a group; staged: its 8 bytes of the ring.
-    DEVICE void scales(const unsigned char* staged, int group, int half, uint32_t (&scale)[2][2]) const {
+    DEVICE void scales(const unsigned char* staged, int group, int half, Scale<FORMAT> (&scale)[2]) const {
         const uint2 both = STAGED_SCALES ? *reinterpret_cast<const uint2*>(staged) : pairs;
         const int second = FORMAT == W8 ? half : group;
-        split_scale(second ? half_hi(both.x) : half_lo(both.x), scale[0]);
-        split_scale(second ? half_hi(both.y) : half_lo(both.y), scale[1]);
+        scale[0].set(second ? half_hi(both.x) : half_lo(both.x));
+        scale[1].set(second ? half_hi(both.y) : half_lo(both.y));
     }
 
-    DEVICE void operand(int j, const uint32_t (&scale)[2][2], uint32_t (&a)[4]) const {
+    DEVICE void operand(int j, const Scale<FORMAT> (&scale)[2], uint32_t (&a)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t codes = tile_pair<FORMAT>(words, j, i);
-            a[i] = FORMAT == BF16 ? codes : fma_bf16x2(codes, scale[i & 1][0], mul_bf16x2(codes, scale[i & 1][1]));
+            if constexpr (FORMAT == BF16)
+                a[i] = words[4 * j + i];
+            else
+                a[i] = scaled_pair<FORMAT>(words, j, i, scale[i & 1]);
         }
     }
 };
@@ -218,7 +265,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
 
     Lane weights[2];
     uint32_t at[2];           // byte of the tile row's stage that is loaded next, from the matrix's first on
-    uint32_t scale[2][2][2];  // [m][row g, g + 8][upper, lower part]
+    Scale<IDLE ? Q4 : FORMAT> scale[2][2];  // [m][row g, g + 8]
     uint32_t operand[2][2][4];  // [m][j][register]
     int slot = 0;
     // Makes the operand of half `half` of group `group` from words that are here, and asks for the next ones.
@@ -387,12 +434,46 @@ DEVICE float gated(float gate, float up) {
     return gate * rcp_approx(1.0f + exp2_approx(gate * -1.4426950408889634f)) * up;
 }
 
-DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_tile, const Sums& sums) {
-    if (a.matrix < 0) return;
-    const int lane = static_cast<int>(lane_id());
-    const int g = lane >> 2, t = lane & 3;
+// fp32, each 8 rows of a token one 32-byte sector. What is added to is read in batches: a store might change it.
+template <bool ADD>
+DEVICE void finish_float(float* out, int64_t stride, int n_tokens, int first_token, int n_rows, int first_row,
+                         const Sums& sums) {
+    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
+    constexpr int BATCH = 4;
+#pragma unroll
+    for (int n0 = 0; n0 < N_TILES; n0 += BATCH) {
+        float before[BATCH][2][4];
+#pragma unroll
+        for (int at = 0; at < BATCH * 8; ++at) {
+            const int token = first_token + (n0 + at / 8) * 8 + 2 * t + at % 2, row = first_row + at % 8 / 2 * 8 + g;
+            const bool exists = token < n_tokens && row < n_rows;
+            before[at / 8][at % 8 / 4][at % 4] = ADD && exists ? out[token * stride + row] : 0.0f;
+        }
+#pragma unroll
+        for (int at = 0; at < BATCH * 8; ++at) {
+            const int token = first_token + (n0 + at / 8) * 8 + 2 * t + at % 2, row = first_row + at % 8 / 2 * 8 + g;
+            if (token < n_tokens && row < n_rows)
+                out[token * stride + row] = before[at / 8][at % 8 / 4][at % 4] + sums[at % 8 / 4][n0 + at / 8][at % 4];
+        }
+    }
+}
+
+DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_tile, Sums& sums) {
+    const float factor = p.factor[a.matrix];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] *= factor;
+    const int t = static_cast<int>(lane_id()) & 3;
     const int n_rows = p.n_rows[a.matrix];
     const int64_t stride = p.out_stride[a.matrix];
+    if (EPILOGUE == RESIDUAL || (EPILOGUE == STORE && p.out_float[a.matrix])) {
+        finish_float<EPILOGUE == RESIDUAL>(static_cast<float*>(p.out[a.matrix]), stride, p.n_tokens,
+                                           token_tile * TOKENS, n_rows, a.tile_row * 16, sums);
+        return;
+    }
     const bool aligned = (stride & 1) == 0;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
@@ -400,27 +481,15 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_ti
         for (int i = 0; i < 2; ++i) {
             const int token = token_tile * TOKENS + n * 8 + 2 * t + i;
             const bool exists = token < p.n_tokens;
+            uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
             if (EPILOGUE == SWIGLU) {
-                uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
                 store_rows(row, a.tile_row * 8, a.tile_row * 8 + 8, n_rows, aligned, exists,
                            gated(sums[0][n][i], sums[0][n][2 + i]), gated(sums[1][n][i], sums[1][n][2 + i]));
-                continue;
-            }
+            } else {
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const int first = (a.tile_row + m) * 16;
-                if (EPILOGUE == RESIDUAL || p.out_float[a.matrix]) {
-                    float* row = static_cast<float*>(p.out[a.matrix]) + token * stride;
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const int at = first + 8 * r + g;
-                        if (exists && at < n_rows)
-                            row[at] = (EPILOGUE == RESIDUAL ? row[at] : 0.0f) + sums[m][n][2 * r + i];
-                    }
-                } else {
-                    uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
-                    store_rows(row, first, first + 8, n_rows, aligned, exists, sums[m][n][i], sums[m][n][2 + i]);
-                }
+                for (int m = 0; m < 2; ++m)
+                    store_rows(row, (a.tile_row + m) * 16, (a.tile_row + m) * 16 + 8, n_rows, aligned, exists,
+                               sums[m][n][i], sums[m][n][2 + i]);
             }
         }
     }
@@ -503,6 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             collect(p, other, sums);
             done += minimum(span_begin(p, other + 1), piece.tile_end) - span_begin(p, other);
         }
-        finish(p, assignment(p, piece.tile / p.token_tiles), piece.tile % p.token_tiles, sums);
+        const Assignment a = assignment(p, piece.tile / p.token_tiles);
+        if (a.matrix >= 0) finish(p, a, piece.tile % p.token_tiles, sums);
     }
 }

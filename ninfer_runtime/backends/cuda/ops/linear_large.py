@@ -31,6 +31,7 @@ MIN_SPAN = 4
 """Stages that a block is given at least: below that handing over costs more than it saves."""
 _COST = {128: 1.0, 64: 0.58}  # time of a tile relative to the largest, measured on an H200
 _THREADS = 256
+_WEIGHT_FACTOR = 2.0**24  # grouped weights are multiplied as this part of themselves, see linear_large.cu
 _SCALE_BYTES = 1024  # of a stage: a word of each thread
 
 
@@ -68,6 +69,7 @@ class LinearLargeParams(ctypes.Structure):
         ("first_pair", ctypes.c_int * MAX_MATRICES),
         ("out_stride", ctypes.c_int * MAX_MATRICES),
         ("out_float", ctypes.c_int * MAX_MATRICES),
+        ("factor", ctypes.c_float * MAX_MATRICES),
         ("n_pairs", ctypes.c_int),
         ("n_tokens", ctypes.c_int),
         ("token_tiles", ctypes.c_int),
@@ -181,6 +183,7 @@ class LinearLarge:
             params.stage_bytes[i] = STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes
             staged = matrix.tile.step == STAGE_COLUMNS and matrix.tile.scale_bytes
             params.scales_at[i] = matrix.block_bytes - matrix.tile.scale_bytes if staged else -1
+            params.factor[i] = _WEIGHT_FACTOR if matrix.tile.group else 1.0
             params.first_pair[i] = pairs
             pairs += -(-matrix.n_tiles // 2)
         params.n_pairs = pairs
