@@ -52,8 +52,10 @@ def compiler() -> str:
 
 @cache
 def _options() -> tuple[str, ...]:
+    """NINFER_EMULATOR_PORTABLE=1 builds on x86-64 what other CPUs get."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return (*_OPTIONS, *_LEAN, *(_X86 if is_x86 else _OTHER))
+    portable = ("-DEMULATOR_PORTABLE",) if os.environ.get("NINFER_EMULATOR_PORTABLE") == "1" else ()
+    return (*_OPTIONS, *_LEAN, *(_X86 if is_x86 else _OTHER), *portable)
 
 
 @cache
@@ -83,7 +85,9 @@ class Builder:
 
     def __init__(self, folders: Sequence[Path] = (KERNEL_FOLDER, HERE), *, watch: bool = False) -> None:
         self._folders = tuple(folders)
-        self._options = (*_options(), *_WATCH) if watch else _options()
+        if watch and "clang" in _machine():
+            raise EmulatorBuildError(f"watching every access needs g++, {compiler()} is clang; set CXX=g++")
+        self._options = (*_options(), *(_WATCH if watch else ()))
 
     def _source(self, spec: KernelSpec) -> Path:
         for folder in self._folders:

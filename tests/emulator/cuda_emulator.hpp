@@ -17,7 +17,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/time.h>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(EMULATOR_PORTABLE)
 #include <ucontext.h>
 #endif
 
@@ -44,7 +44,7 @@ struct Index3 {
 
 // ---- fibers
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMULATOR_PORTABLE)
 
 struct Context {
     void* stack_pointer;

@@ -27,7 +27,7 @@ DEVICE uint32_t pack_bf16(float lo, float hi) {
 
 DEVICE float half_to_float(uint16_t word) {
     if ((word & 0x7fff) > 0x7c00) return __uint_as_float(0x7fffffffu);
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(EMULATOR_PORTABLE)
     float value;
     asm("vmovd %1, %0\n\tvcvtph2ps %0, %0" : "=x"(value) : "r"(static_cast<uint32_t>(word)));
     return value;
@@ -43,7 +43,7 @@ DEVICE float half_to_float(uint16_t word) {
 DEVICE uint16_t float_to_half(float value) {
     uint32_t bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(EMULATOR_PORTABLE)
     uint32_t word;
     asm("vcvtps2ph $0, %1, %%xmm0\n\tvmovd %%xmm0, %0" : "=r"(word) : "x"(value) : "xmm0");
     return static_cast<uint16_t>(word);
