@@ -44,7 +44,7 @@ constexpr int ROW_TILES = WARPS * MT;
 constexpr int TOKENS = NT * 8;
 constexpr int SUMS_TILES = 2;
 constexpr bool WITH_SUMS = NT <= SUMS_TILES;
-constexpr int GROUPS_AT_ONCE = NT * MT > 4 ? 1 : 2;  // registers
+constexpr int GROUPS_AT_ONCE = NT == 1 ? 2 : 1;  // registers
 constexpr uint32_t EMPTY = 0xffffffffu;              // what the workspace holds between launches
 
 // A step of the ring: a block of tiles.cuh, for BF16 half of one, 32 columns.
@@ -248,23 +248,24 @@ DEVICE void add_scaled(Sums& sums, Sums& parts, const float (&scale)[MT], const 
     }
 }
 
-// Where a lane reads a step's activations: byte of its token row and piece, the same in the last tile of tokens (whose
-// missing tokens read the last one), and its two tokens' sums.
+// Where a lane reads a step's activations: its token row and piece in the first tile of tokens, and its two tokens' sums.
+// Rows of missing tokens hold anything: they make columns that nobody reads.
 struct Columns {
     const unsigned char* row;
-    const unsigned char* last;
     const unsigned char* sums;
 
     DEVICE uint4 operand(int n, int half) const {
-        const unsigned char* from = n == NT - 1 ? last : row + n * 8 * X_ROW_BYTES;
-        return *reinterpret_cast<const uint4*>(from + half * 64);
+        return *reinterpret_cast<const uint4*>(row + n * 8 * X_ROW_BYTES + half * 64);
     }
 };
 
-// sums += (two mma per 32 columns) * scales for one step; tile row m's block is at slot + m * SLOT.
+// sums += (two mma per 32 columns) * scales for one step; tile row m's block is at slot + m * SLOT. Requests the step
+// STAGES - 1 ahead into `freed` behind its own first reads, which would wait for the copies' addresses otherwise.
 template <int F>
-DEVICE void multiply(const unsigned char* slot, const Columns& x, Sums& sums) {
+DEVICE void multiply(const unsigned char* slot, const Columns& x, WeightStream& stream, unsigned char* freed, Sums& sums) {
     constexpr bool BIASED = WITH_SUMS && tile_bias<F>() != 0;
+    constexpr int GROUPS = Step<F>::GROUPS;
+    constexpr bool READ_AHEAD = GROUPS_AT_ONCE == 2;  // the words of all groups; with one tile of tokens, activations too
     const int lane = static_cast<int>(lane_id());
     if constexpr (F == BF16) {
         uint4 a[MT][2];
@@ -273,6 +274,7 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, Sums& sums) {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 a[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
+        stream.request(freed);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const uint4 b = x.operand(n, 0);
@@ -286,11 +288,27 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, Sums& sums) {
         uint2 scales[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
-#pragma unroll GROUPS_AT_ONCE
-        for (int group = 0; group < Step<F>::GROUPS; ++group) {
-            uint32_t words[MT][Tile<F>::WORDS];
+        uint32_t all_words[READ_AHEAD ? GROUPS : 1][MT][Tile<F>::WORDS];
+        uint4 all_x[NT == 1 ? GROUPS * 2 : 1];
+        if constexpr (READ_AHEAD) {
 #pragma unroll
-            for (int m = 0; m < MT; ++m) tile_words<F>(words[m], slot + m * SLOT, group, lane);
+            for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+                for (int m = 0; m < MT; ++m) tile_words<F>(all_words[group][m], slot + m * SLOT, group, lane);
+            if constexpr (NT == 1) {
+#pragma unroll
+                for (int half = 0; half < GROUPS * 2; ++half) all_x[half] = x.operand(0, half);
+            }
+            stream.request(freed);
+        }
+#pragma unroll GROUPS_AT_ONCE
+        for (int group = 0; group < GROUPS; ++group) {
+            auto& words = all_words[READ_AHEAD ? group : 0];
+            if constexpr (!READ_AHEAD) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) tile_words<F>(words[m], slot + m * SLOT, group, lane);
+                if (group == 0) stream.request(freed);
+            }
             Sums parts;
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -315,7 +333,7 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, Sums& sums) {
                     for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], words[m], 2 * half + j);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
-                    const uint4 b = x.operand(n, 2 * group + half);
+                    const uint4 b = NT == 1 && READ_AHEAD ? all_x[2 * group + half] : x.operand(n, 2 * group + half);
 #pragma unroll
                     for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
 #pragma unroll
@@ -343,23 +361,20 @@ struct Walk {
     int slot;               // byte of the step's slot in the ring
     int buffer;             // byte of the current activations: 0 or X_BYTES
     int row;                // byte of this lane's token row and piece
-    int last;               // the same in the last tile of tokens
 };
 
-// Sums of a segment of format F; next: what the activations behind it are multiplied with, null when it is the last.
+// Sums of a segment of format F; next_format: of the segment behind it, negative when it is the block's last.
 template <int F>
-DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, const Segment* next, int end, Walk& walk,
-                        Sums& sums) {
+DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, int next_format, int end, Walk& walk, Sums& sums) {
     constexpr int CHUNK = X_COLUMNS / Step<F>::COLUMNS;
     int column = s.step * Step<F>::COLUMNS;
     for (int done = 0; done < s.length; done += CHUNK) {
         const bool inside = done + CHUNK < s.length;
         Activations ahead;
         column += X_COLUMNS;
-        if (inside || next != nullptr) ahead.fetch(p, inside ? column : 0);
+        if (inside || next_format >= 0) ahead.fetch(p, inside ? column : 0);
         Columns x;
         x.row = walk.shared_x + walk.buffer + walk.row;
-        x.last = walk.shared_x + walk.buffer + walk.last;
         x.sums = walk.shared_x + walk.buffer + TOKENS * X_ROW_BYTES + (lane_id() & 3) * 16;
         int steps = minimum(CHUNK, s.length - done);
         while (steps > 0) {
@@ -371,19 +386,16 @@ DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, const Segm
                 cp_async_wait<STAGES - 2>();
                 warp_sync();
                 const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
-                walk.stream.request(walk.ring + lane_id() * 16 + freed);
-                multiply<F>(walk.ring + walk.slot, x, sums);
+                multiply<F>(walk.ring + walk.slot, x, walk.stream, walk.ring + lane_id() * 16 + freed, sums);
                 walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
                 x.row += Step<F>::COLUMNS * 2;
-                x.last += Step<F>::COLUMNS * 2;
                 x.sums += Step<F>::COLUMNS / 64 * GROUP_SUMS_BYTES;
             }
             if (walk.stream.left == 0) walk.stream.open(p, end);
         }
         walk.buffer ^= X_BYTES;
-        if (inside || next != nullptr) {
-            const int format = inside ? F : p.format[next->matrix];
-            ahead.store(p, walk.shared_x + walk.buffer, minus_bias_of(format));
+        if (inside || next_format >= 0) {
+            ahead.store(p, walk.shared_x + walk.buffer, minus_bias_of(inside ? F : next_format));
         }
         __syncthreads();
     }
@@ -408,24 +420,100 @@ DEVICE void leave_sums(const LinearSmallParams& p, const Segment& s, const Sums&
     }
 }
 
-DEVICE void add_sums_of(const LinearSmallParams& p, int block, const Segment& s, Sums& sums) {
-    float* from = workspace_of(p, block);
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        if (m >= s.tiles) break;
-        float values[NT * 4];
+// Adds what the `others` blocks behind this one have left for the row block, in the order of their indices. Several
+// blocks' words are on their way together: a round trip takes as long as some steps.
+DEVICE void add_sums_left(const LinearSmallParams& p, const Segment& s, int others, Sums& sums) {
+    constexpr int WORDS = MT * NT * 4;
+    constexpr int BATCH = WORDS >= 16 ? 1 : 16 / WORDS;
+    float* from = workspace_of(p, blockIdx.x);
+    constexpr int BLOCK_WORDS = WARPS * WORDS * WARP_LANES;
+    for (int first = 0; first < others; first += BATCH) {
+        const int found = minimum(BATCH, others - first);
+        float values[BATCH][WORDS];
         bool missing;
         do {
             missing = false;
 #pragma unroll
-            for (int i = 0; i < NT * 4; ++i) values[i] = load_relaxed(from + (m * NT * 4 + i) * WARP_LANES);
+            for (int b = 0; b < BATCH; ++b)
 #pragma unroll
-            for (int i = 0; i < NT * 4; ++i) missing |= __float_as_uint(values[i]) == EMPTY;
+                for (int i = 0; i < WORDS; ++i)
+                    if (b < found && i / (NT * 4) < s.tiles) values[b][i] = load_relaxed(from + (first + b + 1) * BLOCK_WORDS + i * WARP_LANES);
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+                for (int i = 0; i < WORDS; ++i)
+                    missing |= b < found && i / (NT * 4) < s.tiles && __float_as_uint(values[b][i]) == EMPTY;
         } while (ballot(missing) != 0);
 #pragma unroll
-        for (int i = 0; i < NT * 4; ++i) {
-            sums[m][i / 4][i % 4] += values[i];
-            store_relaxed(from + (m * NT * 4 + i) * WARP_LANES, __uint_as_float(EMPTY));
+        for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                if (b >= found || i / (NT * 4) >= s.tiles) continue;
+                sums[i / (NT * 4)][i / 4 % NT][i % 4] += values[b][i];
+                store_relaxed(from + (first + b + 1) * BLOCK_WORDS + i * WARP_LANES, __uint_as_float(EMPTY));
+            }
+    }
+}
+
+// What the residual epilogue reads, requested before the others' sums are waited for.
+struct ResidualInputs {
+    float x[MT][NT][4];
+    uint16_t norm[MT][2];
+
+    DEVICE void load(const LinearSmallParams& p, const Segment& s) {
+        const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
+        const int n_out = p.n_out[0];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = (s.tile + m) * 16 + half * 8 + g;
+                norm[m][half] = 0;
+                if (row < n_out && p.normed != nullptr) norm[m][half] = p.next_norm[row];
+#pragma unroll
+                for (int i = 0; i < NT * 2; ++i) {
+                    const int token = i / 2 * 8 + 2 * t + i % 2;
+                    x[m][i / 2][half * 2 + i % 2] = 0.0f;
+                    if (row < n_out && token < p.n_columns)
+                        x[m][i / 2][half * 2 + i % 2] = p.residual[token * n_out + row];
+                }
+            }
+        }
+    }
+};
+
+// x += sums, the next input before its division by the rms, and parts of sum x^2, for finished rows.
+DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const ResidualInputs& in, const Sums& sums) {
+    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
+    const int n_out = p.n_out[0];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        if (m >= s.tiles) break;
+        const int tile = s.tile + m;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            float squares[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = n * 8 + 2 * t + i % 2, row = tile * 16 + i / 2 * 8 + g;
+                const float x = in.x[m][n][i] + sums[m][n][i];
+                if (row < n_out) squares[i % 2] += x * x;
+                if (token >= p.n_columns || row >= n_out) continue;
+                p.residual[token * n_out + row] = x;
+                if (p.normed != nullptr)
+                    p.normed[token * p.normed_stride + row] =
+                        float_to_bf16(x * (1.0f + bf16_to_float(in.norm[m][i / 2])));
+            }
+#pragma unroll
+            for (int mask = 4; mask < WARP_LANES; mask <<= 1) {
+                squares[0] += shfl_xor(squares[0], mask);
+                squares[1] += shfl_xor(squares[1], mask);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int token = n * 8 + 2 * t + i;
+                if (g == 0 && token < p.n_columns) p.ss_out[tile * p.n_columns + token] = squares[i];
+            }
         }
     }
 }
@@ -447,54 +535,21 @@ DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* rs
     for (int m = 0; m < MT; ++m) {
         if (m >= s.tiles) break;
         const int tile = s.tile + m;
-        if constexpr (EPILOGUE == RESIDUAL) {
-            float weight[2] = {0.0f, 0.0f};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = tile * 16 + half * 8 + g;
-                if (row < n_out && p.normed != nullptr) weight[half] = 1.0f + bf16_to_float(p.next_norm[row]);
-            }
+        for (int n = 0; n < NT; ++n) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float squares[2] = {0.0f, 0.0f};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int token = n * 8 + 2 * t + i % 2, row = tile * 16 + i / 2 * 8 + g;
-                    if (token >= p.n_columns || row >= n_out) continue;
-                    float* at = p.residual + token * n_out + row;
-                    const float x = *at + sums[m][n][i];
-                    *at = x;
-                    squares[i % 2] += x * x;
-                    if (p.normed != nullptr) p.normed[token * p.normed_stride + row] = float_to_bf16(x * weight[i / 2]);
-                }
-#pragma unroll
-                for (int mask = 4; mask < WARP_LANES; mask <<= 1) {
-                    squares[0] += shfl_xor(squares[0], mask);
-                    squares[1] += shfl_xor(squares[1], mask);
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = n * 8 + 2 * t + i;
-                    if (g == 0 && token < p.n_columns) p.ss_out[tile * p.n_columns + token] = squares[i];
-                }
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = n * 8 + 2 * t + i;
-                    if (token >= p.n_columns) continue;
-                    const float scale = p.ss != nullptr ? rstd[token] : 1.0f;
-                    const float first = sums[m][n][i] * scale, second = sums[m][n][i + 2] * scale;
-                    if constexpr (EPILOGUE == SWIGLU) {
-                        const int row = tile * 8 + g;
-                        if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
-                    } else {
-                        const int row = tile * 16 + g;
-                        if (row < n_out) store_value(p, s.matrix, token, row, first);
-                        if (row + 8 < n_out) store_value(p, s.matrix, token, row + 8, second);
-                    }
+            for (int i = 0; i < 2; ++i) {
+                const int token = n * 8 + 2 * t + i;
+                if (token >= p.n_columns) continue;
+                const float scale = p.ss != nullptr ? rstd[token] : 1.0f;
+                const float first = sums[m][n][i] * scale, second = sums[m][n][i + 2] * scale;
+                if constexpr (EPILOGUE == SWIGLU) {
+                    const int row = tile * 8 + g;
+                    if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
+                } else {
+                    const int row = tile * 16 + g;
+                    if (row < n_out) store_value(p, s.matrix, token, row, first);
+                    if (row + 8 < n_out) store_value(p, s.matrix, token, row + 8, second);
                 }
             }
         }
@@ -514,8 +569,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     walk.ring = walk.shared_x + 2 * X_BYTES + warp_index() * (STAGES * STAGE_BYTES);
     walk.slot = 0;
     walk.buffer = 0;
-    walk.row = g * X_ROW_BYTES + t * 16;
-    walk.last = minimum((NT - 1) * 8 + g, p.n_columns - 1) * X_ROW_BYTES + t * 16;
+    // A single tile's missing tokens read the last one: fewer banks.
+    walk.row = (NT == 1 ? minimum(g, p.n_columns - 1) : g) * X_ROW_BYTES + t * 16;
     walk.stream.unit = begin;
     walk.stream.open(p, end);
 #pragma unroll 1
@@ -557,30 +612,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     while (unit < end) {
         s = segment_at(p, unit, end);
         unit += s.length;
-        Segment following;
-        if (unit < end) following = segment_at(p, unit, end);
-        const Segment* next = unit < end ? &following : nullptr;
+        const int next_format = unit < end ? p.format[segment_at(p, unit, end).matrix] : -1;
+        int others = 0;  // blocks with steps of a row block that begins here
+        if (s.step == 0) {
+            const int row_end = unit + p.k_steps[s.matrix] - s.length;
+            while (static_cast<int>(p.spans[blockIdx.x + 1 + others]) < row_end) ++others;
+        }
         const int format = p.format[s.matrix];
         if constexpr (FORMATS >> Q4 & 1)
-            if (format == Q4) run_segment<Q4>(p, s, next, end, walk, sums);
+            if (format == Q4) run_segment<Q4>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> Q5 & 1)
-            if (format == Q5) run_segment<Q5>(p, s, next, end, walk, sums);
+            if (format == Q5) run_segment<Q5>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> Q6 & 1)
-            if (format == Q6) run_segment<Q6>(p, s, next, end, walk, sums);
+            if (format == Q6) run_segment<Q6>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> W8 & 1)
-            if (format == W8) run_segment<W8>(p, s, next, end, walk, sums);
+            if (format == W8) run_segment<W8>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> BF16 & 1)
-            if (format == BF16) run_segment<BF16>(p, s, next, end, walk, sums);
+            if (format == BF16) run_segment<BF16>(p, s, next_format, end, walk, sums);
         if (s.tiles > 0) {
             if (s.step > 0) {
                 leave_sums(p, s, sums);
             } else {
-                const int rest = p.k_steps[s.matrix] - s.length;  // units of this row block in the spans that follow
-                if (rest > 0) {
-                    for (int block = blockIdx.x + 1; static_cast<int>(p.spans[block]) < unit + rest; ++block)
-                        if (p.spans[block] < p.spans[block + 1]) add_sums_of(p, block, s, sums);
+                if constexpr (EPILOGUE == RESIDUAL) {
+                    ResidualInputs in;
+                    in.load(p, s);
+                    add_sums_left(p, s, others, sums);
+                    finish_residual(p, s, in, sums);
+                } else {
+                    add_sums_left(p, s, others, sums);
+                    finish(p, s, rstd, sums);
                 }
-                finish(p, s, rstd, sums);
             }
         }
         clear(sums);  // of warps without a tile row, too: they have multiplied what lay in their ring

@@ -156,7 +156,7 @@ def n_units(matrix: PackedMatrix, block_tiles: int) -> int:
 
 
 def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, n_blocks: int) -> npt.NDArray[np.uint32]:
-    """First unit of each block of the grid and the end, [n_blocks + 1]: equal bytes up to half a unit.
+    """First unit of each block of the grid and the end, at most [n_blocks + 1]: equal bytes up to half a unit.
 
     A unit weighs its bytes; where warps of a row block have no tile row, half of what they would have read, because the
     block's other warps cannot read faster in their place.
@@ -173,7 +173,7 @@ def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, n_blocks: int)
     above = np.clip(np.searchsorted(ends, targets), 1, ends.size - 1)
     cuts = np.where(targets - ends[above - 1] < ends[above] - targets, above - 1, above)
     cuts[0], cuts[-1] = 0, ends.size - 1
-    return cuts.astype(np.uint32)
+    return np.unique(cuts).astype(np.uint32)  # no span is empty
 
 
 class Workspace:
