@@ -72,6 +72,12 @@ DEVICE int chunk_offset(int key, int chunk) {
     return key * ROW_BYTES + 16 * (place ^ (key & 7));
 }
 
+// chunk_offset(key, 2 * step + odd) without the key's row, for key % 8 == key7: one exclusive or per distinct constant.
+DEVICE int fragment_offset(int key7, int step, int odd) {
+    if (KV_INT8) return (16 * key7 ^ 16 * ((step & 1) | (step >> 2 & 3) << 1)) + 128 * odd + 256 * (step >> 1 & 1);
+    return (16 * (key7 ^ odd) ^ 32 * (step & 3)) + 128 * (step >> 2);
+}
+
 DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 * (chunk ^ (row >> 1 & 3)); }
 
 // One plane's next tile on its way: each thread finishes the bytes that it requested itself.
@@ -160,7 +166,8 @@ struct Scorer {
     }
 
     DEVICE void score(float (&s)[TILE_KEYS / 8][4], const uint8_t* k_plane) const {
-        const int lane = lane_id(), matrix = lane / 8;
+        const int key7 = lane_id() % 8, matrix = lane_id() / 8;
+        const uint8_t* const row = k_plane + (matrix / 2 * 8 + key7) * ROW_BYTES;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -168,7 +175,7 @@ struct Scorer {
 #pragma unroll
             for (int pair = 0; pair < TILE_KEYS / 16; ++pair) {
                 uint32_t b[4];
-                ldmatrix_x4(b, k_plane + chunk_offset(16 * pair + matrix / 2 * 8 + lane % 8, 2 * step + matrix % 2));
+                ldmatrix_x4(b, row + 16 * pair * ROW_BYTES + fragment_offset(key7, step, matrix % 2));
                 mma_16bit(s[2 * pair], query[step], b[0], b[1]);
                 mma_16bit(s[2 * pair + 1], query[step], b[2], b[3]);
             }
@@ -177,38 +184,53 @@ struct Scorer {
 
     // Scores into 16-bit weights; factors[row] is what the row's earlier results shrink by, mostly 1.
     DEVICE void weigh(float (&s)[TILE_KEYS / 8][4], uint8_t* weights, float* factors, int first_key, int start, int tile) {
-        const int g = lane_id() / 4, t = lane_id() % 4;
-        const bool masked = first_key + TILE_KEYS > start;  // some row of the chunk may not see them all
+        const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * warp_index() + g;
+        if (first_key + TILE_KEYS > start) {  // some row of the chunk may not see them all
+            const int last[2] = {start + (tile * TILE_ROWS + row) / RATIO - first_key - 2 * t,
+                                 start + (tile * TILE_ROWS + row + 8) / RATIO - first_key - 2 * t};
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (8 * n + i % 2 > last[i / 2]) s[n][i] = MASKED;
+            }
+        }
+        float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])};
+#pragma unroll
+        for (int n = 1; n < TILE_KEYS / 8; ++n) {
+            top[0] = fmaxf(top[0], fmaxf(s[n][0], s[n][1]));
+            top[1] = fmaxf(top[1], fmaxf(s[n][2], s[n][3]));
+        }
+#pragma unroll
+        for (int mask = 1; mask <= 2; mask <<= 1) {
+            const float other[2] = {shfl_xor(top[0], mask), shfl_xor(top[1], mask)};
+            top[0] = fmaxf(top[0], other[0]);
+            top[1] = fmaxf(top[1], other[1]);
+        }
+        float offset[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * warp_index() + g + 8 * half;
-            if (masked) {
-                const int last = start + (tile * TILE_ROWS + row) / RATIO - first_key;
-#pragma unroll
-                for (int n = 0; n < TILE_KEYS / 8; ++n) {
-                    if (8 * n + 2 * t > last) s[n][2 * half] = MASKED;
-                    if (8 * n + 2 * t + 1 > last) s[n][2 * half + 1] = MASKED;
-                }
-            }
-            float top = s[0][2 * half];
-#pragma unroll
-            for (int n = 0; n < TILE_KEYS / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-            top = fmaxf(top, shfl_xor(top, 1));
-            top = fmaxf(top, shfl_xor(top, 2)) * SCORE_SCALE;
-            const float now = top > reference[half] + STALE ? top : reference[half];
+            const float scaled = top[half] * SCORE_SCALE;
+            const float now = scaled > reference[half] + STALE ? scaled : reference[half];
             const float factor = exp2_approx(reference[half] - now);
             reference[half] = now;
             sum[half] *= factor;
-            if (t == 0) factors[row] = factor;
-            const float offset = WEIGHT_SHIFT - now;
+            if (t == 0) factors[row + 8 * half] = factor;
+            offset[half] = WEIGHT_SHIFT - now;
+        }
+        uint8_t* const target = weights + row * TILE_KEYS * 2 + 4 * t;
+        const int row4 = row >> 1 & 3;
 #pragma unroll
-            for (int n = 0; n < TILE_KEYS / 8; ++n) {
-                const float a = exp2_approx(fmaf(s[n][2 * half], SCORE_SCALE, offset));
-                const float b = exp2_approx(fmaf(s[n][2 * half + 1], SCORE_SCALE, offset));
-                sum[half] += a + b;
-                *reinterpret_cast<uint32_t*>(weights + weight_offset(row, n) + 4 * t) =
-                    KV_INT8 ? pack_half(a, b) : pack_bf16(a, b);
-            }
+        for (int n = 0; n < TILE_KEYS / 8; ++n) {
+            float w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) w[i] = exp2_approx(fmaf(s[n][i], SCORE_SCALE, offset[i / 2]));
+            sum[0] += w[0] + w[1];
+            sum[1] += w[2] + w[3];
+            uint8_t* const at = target + 16 * (n ^ row4);
+            *reinterpret_cast<uint32_t*>(at) = KV_INT8 ? pack_half(w[0], w[1]) : pack_bf16(w[0], w[1]);
+            *reinterpret_cast<uint32_t*>(at + 8 * TILE_KEYS * 2) =
+                KV_INT8 ? pack_half(w[2], w[3]) : pack_bf16(w[2], w[3]);
         }
     }
 
@@ -262,19 +284,20 @@ struct Mixer {
     }
 
     DEVICE void add(const uint8_t* weights, const uint8_t* v_plane) {
-        const int lane = lane_id(), matrix = lane / 8;
+        const int key7 = lane_id() % 8, matrix = lane_id() / 8;
+        const uint8_t* const rows = weights + (first_row() + matrix % 2 * 8 + key7) * TILE_KEYS * 2;
+        const uint8_t* const keys = v_plane + (matrix % 2 * 8 + key7) * ROW_BYTES;
 #pragma unroll
         for (int step = 0; step < TILE_KEYS / 16; ++step) {
+            const int chunk = 16 * (matrix / 2 ^ key7 >> 1) ^ 32 * step;
             uint32_t a[4][4];
 #pragma unroll
-            for (int m = 0; m < 4; ++m)
-                ldmatrix_x4(a[m], weights + weight_offset(first_row() + 16 * m + matrix % 2 * 8 + lane % 8,
-                                                          2 * step + matrix / 2));
+            for (int m = 0; m < 4; ++m) ldmatrix_x4(a[m], rows + 16 * m * TILE_KEYS * 2 + chunk);
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 uint32_t b[4];
-                ldmatrix_x4_trans(b, v_plane + chunk_offset(16 * step + matrix % 2 * 8 + lane % 8,
-                                                            first_dim() / 8 + 2 * pair + matrix / 2));
+                ldmatrix_x4_trans(b, keys + 16 * step * ROW_BYTES +
+                                         fragment_offset(key7, 4 * (warp_index() % 4) + pair, matrix / 2));
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
                     mma_16bit(acc[m][2 * pair], a[m], b[0], b[1]);
@@ -285,13 +308,17 @@ struct Mixer {
     }
 };
 
-DEVICE void store_gated(const AttentionPrefillParams& p, int head, int row, int dim, float a, float b) {
-    const int token = row / RATIO;
-    if (token >= p.n_tokens) return;
-    const int64_t column = (head * RATIO + row % RATIO) * HEAD_DIM + dim;
-    const uint32_t mixed = pack_bf16(a, b), gate = load_4(p.gv + static_cast<int64_t>(token) * p.gv_stride + column);
-    store_4(p.out + static_cast<int64_t>(token) * p.out_stride + column,
-            pack_bf16(bf16_lo(mixed) * sigmoid(bf16_lo(gate)), bf16_hi(mixed) * sigmoid(bf16_hi(gate))));
+// Within 1e-6 relative; the result is rounded to bf16.
+DEVICE float gate_of(float x) { return rcp_approx(1.0f + exp2_approx(-LOG2_E * x)); }
+
+DEVICE uint32_t gated(float a, float b, uint32_t gate) {
+    const uint32_t mixed = pack_bf16(a, b);
+    return pack_bf16(bf16_lo(mixed) * gate_of(bf16_lo(gate)), bf16_hi(mixed) * gate_of(bf16_hi(gate)));
+}
+
+// Element of a row of gates or outputs where a row of the tile's head group begins.
+DEVICE int64_t row_begin(int token, int stride, int head, int row) {
+    return static_cast<int64_t>(token) * stride + (head * RATIO + row % RATIO) * HEAD_DIM;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -337,15 +364,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (unit + 2 < end) k_request.begin(p, head, unit + 2, p.k, p.k_scales, k_free, raw);
             if (unit + 1 < end) v_request.begin(p, head, unit + 1, p.v, p.v_scales, v_free, raw + RAW_BYTES);
             cp_async_commit();
-            if (unit + 1 < end) {
-                float s[TILE_KEYS / 8][4];
-                scorer.score(s, shared + next * PLANE_BYTES);
-                scorer.weigh(s, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS, (unit + 1) * TILE_KEYS, p.start,
-                             tile);
-            }
-            if (mixes) {
-                mixer.shrink(factors + now * TILE_ROWS);
-                mixer.add(weights + now * WEIGHT_BYTES, v_planes + now * PLANE_BYTES);
+            // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
+#pragma unroll
+            for (int turn = 0; turn < 2; ++turn) {
+                if (unit + 1 < end && turn == warp_index() / (WARPS / 2)) {
+                    float s[TILE_KEYS / 8][4];
+                    scorer.score(s, shared + next * PLANE_BYTES);
+                    scorer.weigh(s, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS, (unit + 1) * TILE_KEYS,
+                                 p.start, tile);
+                }
+                if (mixes && turn == 0) {
+                    mixer.shrink(factors + now * TILE_ROWS);
+                    mixer.add(weights + now * WEIGHT_BYTES, v_planes + now * PLANE_BYTES);
+                }
             }
             cp_async_wait<0>();
             if (unit + 2 < end) k_request.finish(k_free, raw);
@@ -362,17 +393,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int m = 0; m < 4; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int row = Mixer::first_row() + 16 * m + 8 * half + g;
-                const float scale = sums[row] == 0.0f ? 0.0f : 1.0f / sums[row];
+                const int row = Mixer::first_row() + 16 * m + 8 * half + g, dim = Mixer::first_dim() + 2 * t;
+                const int tile_row = tile * TILE_ROWS + row, token = tile_row / RATIO;
+                const float(&acc)[8][4] = mixer.acc[m];
+                if (slot != WHOLE) {
+                    float* const to = p.partial + (static_cast<int64_t>(slot) * TILE_ROWS + row) * HEAD_DIM + dim;
 #pragma unroll
-                for (int n = 0; n < 8; ++n) {
-                    const int dim = Mixer::first_dim() + 8 * n + 2 * t;
-                    const float a = mixer.acc[m][n][2 * half], b = mixer.acc[m][n][2 * half + 1];
-                    if (slot == WHOLE)
-                        store_gated(p, head, tile * TILE_ROWS + row, dim, a * scale, b * scale);
-                    else
-                        store_8(p.partial + (static_cast<int64_t>(slot) * TILE_ROWS + row) * HEAD_DIM + dim,
-                                {__float_as_uint(a), __float_as_uint(b)});
+                    for (int n = 0; n < 8; ++n)
+                        store_8(to + 8 * n, {__float_as_uint(acc[n][2 * half]), __float_as_uint(acc[n][2 * half + 1])});
+                } else if (token < p.n_tokens) {
+                    const uint16_t* const gates = p.gv + row_begin(token, p.gv_stride, head, tile_row) + dim;
+                    uint16_t* const to = p.out + row_begin(token, p.out_stride, head, tile_row) + dim;
+                    uint32_t gate[8];
+#pragma unroll
+                    for (int n = 0; n < 8; ++n) gate[n] = load_4(gates + 8 * n);
+                    const float scale = 1.0f / sums[row];
+#pragma unroll
+                    for (int n = 0; n < 8; ++n)
+                        store_4(to + 8 * n, gated(acc[n][2 * half] * scale, acc[n][2 * half + 1] * scale, gate[n]));
                 }
             }
         }
@@ -397,10 +435,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grid_dependency_wait();
     grid_dependency_launch();
     if (first == last) return;
-    const int n_rows = TILE_ROWS / static_cast<int>(gridDim.z);
-    for (int row = static_cast<int>(blockIdx.z) * n_rows + warp_index(); row < (static_cast<int>(blockIdx.z) + 1) * n_rows;
-         row += WARPS) {
+    const int n_rows = TILE_ROWS / static_cast<int>(gridDim.z), first_row = static_cast<int>(blockIdx.z) * n_rows;
+    for (int row = first_row + warp_index(); row < first_row + n_rows; row += WARPS) {
+        const int tile_row = tile * TILE_ROWS + row, token = tile_row / RATIO;
+        if (token >= p.n_tokens) continue;
+        const uint4 gate = load_16(p.gv + row_begin(token, p.gv_stride, head, tile_row) + LANE_DIMS * lane);
         float largest = NO_SCORE, sum = 0.0f, value[LANE_DIMS] = {};
+#pragma unroll 2
         for (int part = first; part <= last; ++part) {
             const int64_t at = (2 * part + (part == first ? 1 : 0)) * static_cast<int64_t>(TILE_ROWS) + row;
             const uint2 stat = load_8(p.stats + 2 * at);
@@ -414,9 +455,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
             for (int i = 0; i < LANE_DIMS; ++i) value[i] = value[i] * mine + __uint_as_float(word[i]) * its;
         }
-        const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-#pragma unroll
-        for (int i = 0; i < LANE_DIMS; i += 2)
-            store_gated(p, head, tile * TILE_ROWS + row, LANE_DIMS * lane + i, value[i] * scale, value[i + 1] * scale);
+        const float scale = 1.0f / sum;
+        store_16(p.out + row_begin(token, p.out_stride, head, tile_row) + LANE_DIMS * lane,
+                 {gated(value[0] * scale, value[1] * scale, gate.x), gated(value[2] * scale, value[3] * scale, gate.y),
+                  gated(value[4] * scale, value[5] * scale, gate.z), gated(value[6] * scale, value[7] * scale, gate.w)});
     }
 }
