@@ -81,7 +81,8 @@ DEVICE void add_mass(Selection& s, uint32_t bin, uint64_t mass) {
     if (high != 0) atomicAdd(&s.mass_high[bin], high);
 }
 
-// The first bin from the top where the goal is reached, or the lowest one that is not empty; -> s.bin, above, inside.
+// The first bin from the top where the goal is reached; if it is nowhere, the last one that adds to the count or mass
+// sought; -> s.bin, above, inside.
 template <bool WITH_MASS>
 DEVICE void find_bin(Selection& s, Goal goal, uint32_t above, uint64_t above_mass) {
     const int top = BINS - 1 - static_cast<int>(threadIdx.x) * BINS_PER_THREAD;
@@ -95,9 +96,14 @@ DEVICE void find_bin(Selection& s, Goal goal, uint32_t above, uint64_t above_mas
     uint32_t count_before = above + exclusive_sum(count, s.warp_count);
     uint64_t mass_before = above_mass;
     if constexpr (WITH_MASS) mass_before += exclusive_sum(mass, s.warp_mass);
-    if (threadIdx.x == THREADS - 1) s.n_found = count_before + count;
+    if (threadIdx.x == THREADS - 1) {
+        s.inside = count_before + count;
+        s.above_mass = mass_before + mass;
+    }
     __syncthreads();
-    const uint32_t n_all = s.n_found;
+    goal.rank = minimum(goal.rank, s.inside);
+    goal.mass = minimum(goal.mass, s.above_mass);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < BINS_PER_THREAD; ++i) {
         const uint32_t here = s.count[top - i];
@@ -105,7 +111,7 @@ DEVICE void find_bin(Selection& s, Goal goal, uint32_t above, uint64_t above_mas
         if constexpr (WITH_MASS) mass_here = mass_in(s, top - i);
         const bool was_reached = goal.by_mass ? mass_before >= goal.mass && count_before > 0 : count_before >= goal.rank;
         const bool is_reached = goal.by_mass ? mass_before + mass_here >= goal.mass : count_before + here >= goal.rank;
-        if (here > 0 && !was_reached && (is_reached || count_before + here == n_all)) {
+        if (here > 0 && !was_reached && is_reached) {
             s.bin = static_cast<uint32_t>(top - i);
             s.above = count_before;
             s.inside = here;
