@@ -119,7 +119,7 @@ DEVICE void prepare_gates(Shared& shared, const GdnChunksParams& p, Chunk chunk,
         const int row = 2 * lane + i;
         if (!chunk.has(row)) continue;
         const int64_t at = static_cast<int64_t>(chunk.first + row) * p.gate_stride + head;
-        decay[i] = gdn_log_decay(p.a[at], p.a_log[head], p.dt_bias[head]) * 1.44269504f;
+        decay[i] = gdn_log_decay(p.a[at], expf_precise(p.a_log[head]), p.dt_bias[head]) * 1.44269504f;
         beta[i] = sigmoid(p.b[at]);
     }
     float total = decay[0] + decay[1];
