@@ -45,17 +45,21 @@ constexpr int KEY_TILES = STAGE_KEYS / 8;
 constexpr int WARP_KEY_TILES = KEY_TILES * PARTS / WARPS;
 constexpr int ROW_KEYS = STAGE_KEYS / 16;       // of one row that a lane weighs
 constexpr int SCORE_STRIDE = STAGE_KEYS + 8;    // floats: rows 8 banks apart
-constexpr int WEIGHT_STRIDE = 2 * SCORE_STRIDE; // 16-bit words; a row's weights replace its scores
+constexpr int WEIGHT_STRIDE = STAGE_KEYS + 16;  // 16-bit words, likewise
 constexpr int QUERY_BYTES = 16 * TILES * 2 * HEAD_DIM;
 constexpr int QUERY_SCALE_BYTES = KV_INT8 ? 16 * TILES * GROUPS * 4 : 0;
 constexpr int SCORE_BYTES = PARTS * 16 * TILES * SCORE_STRIDE * 4;
-constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; then queries or scores; then new tokens; scales; turns
-constexpr int SHARED_NEW = SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES ? QUERY_BYTES : SCORE_BYTES);
+constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; queries, or scores and weights; new tokens; scales; turns
+constexpr int SHARED_WEIGHTS = SHARED_SCORES + SCORE_BYTES;
+constexpr int WEIGHT_BYTES = 16 * TILES * WEIGHT_STRIDE * 2;
+constexpr int SHARED_NEW =
+    SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES + WEIGHT_BYTES ? QUERY_BYTES : SCORE_BYTES + WEIGHT_BYTES);
 constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0));
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 constexpr float QUERY_STEPS = 127.0f * 256.0f;
+constexpr int UNROLL_V = TILES == 1 ? 2 : 1;
 
 static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
 static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
@@ -244,28 +248,23 @@ DEVICE void take_projections(const AttentionDecodeParams& p, const Cursor& at, c
     }
 }
 
-// The new tokens that lie in this stage, from `fresh`.
-DEVICE void insert_new(const Cursor& at, const uint8_t* fresh, uint8_t* k_plane, uint8_t* v_plane) {
-    const int shift = at.first_key() - at.start;  // stage key j is column j + shift
-    const int first = maximum(0, -shift), n_new = minimum(at.n_columns - shift, STAGE_KEYS) - first;
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * n_new * CHUNKS; i += THREADS) {
-        const bool is_k = i < n_new * CHUNKS;
-        const int j = is_k ? i : i - n_new * CHUNKS, key = first + j / CHUNKS, chunk = j % CHUNKS;
-        const uint4* const from = reinterpret_cast<const uint4*>(fresh + ((is_k ? 0 : COLUMNS) + key + shift) * KEY_BYTES);
-        uint8_t* const to = is_k ? k_plane + key * KEY_BYTES + 16 * k_chunk(key, chunk)
-                                 : v_plane + key * KEY_BYTES + 16 * v_chunk(key, chunk);
-        *reinterpret_cast<uint4*>(to) = from[chunk];
+// The new tokens that lie in the stage whose first key is `first_key`, from `fresh`.
+template <bool IS_K>
+DEVICE void insert_new(const uint8_t* fresh, uint8_t* plane, int first_key, int start, int n_columns) {
+    const int shift = first_key - start;  // stage key j is column j + shift
+    const int first = maximum(0, -shift), n_new = minimum(n_columns - shift, STAGE_KEYS) - first;
+    const uint8_t* const codes = fresh + (IS_K ? 0 : COLUMNS) * KEY_BYTES;
+    for (int i = static_cast<int>(threadIdx.x); i < n_new * CHUNKS; i += THREADS) {
+        const int key = first + i / CHUNKS, chunk = i % CHUNKS;
+        uint8_t* const to = plane + key * KEY_BYTES + 16 * (IS_K ? k_chunk(key, chunk) : v_chunk(key, chunk));
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(codes + (key + shift) * KEY_BYTES + 16 * chunk);
     }
     if (!KV_INT8) return;
     // From the first new key on; the scale next to the last cached one may have come along with anything in it.
-    const uint2* const scales = reinterpret_cast<const uint2*>(fresh + 2 * COLUMNS * KEY_BYTES);
-    for (int key = first + static_cast<int>(threadIdx.x); key < STAGE_KEYS; key += THREADS) {
-        const bool is_new = key < first + n_new;
-        uint2* const k_scale = reinterpret_cast<uint2*>(k_plane + STAGE_KEYS * KEY_BYTES) + key;
-        uint2* const v_scale = reinterpret_cast<uint2*>(v_plane + STAGE_KEYS * KEY_BYTES) + key;
-        *k_scale = is_new ? scales[key + shift] : uint2{0, 0};
-        *v_scale = is_new ? scales[COLUMNS + key + shift] : uint2{0, 0};
-    }
+    const uint2* const scales = reinterpret_cast<const uint2*>(fresh + 2 * COLUMNS * KEY_BYTES) + (IS_K ? 0 : COLUMNS);
+    for (int key = first + static_cast<int>(threadIdx.x); key < STAGE_KEYS; key += THREADS)
+        reinterpret_cast<uint2*>(plane + STAGE_KEYS * KEY_BYTES)[key] =
+            key < first + n_new ? scales[key + shift] : uint2{0, 0};
 }
 
 // The A fragments of one tile and one half of the head. A lane takes 16 bytes of a row at a time, and of the keys
@@ -304,13 +303,13 @@ struct Query {
 // Scores to base 2 over half of the head: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
 DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float* query_scales, const uint8_t* plane,
                   int first, int part) {
-    const int g = lane_id() / 4, t = lane_id() % 4, key = first + g;
+    const int g = lane_id() / 4, t = lane_id() % 4;
+    const uint8_t* const row = plane + (first + g) * KEY_BYTES + part * (KEY_BYTES / PARTS) + 16 * t;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
 #pragma unroll
     for (int step = 0; step < Query::STEPS; ++step) {
-        const int chunk = k_chunk(key, 4 * (part * Query::STEPS + step) + t);
-        const uint4 k = *reinterpret_cast<const uint4*>(plane + key * KEY_BYTES + 16 * chunk);
+        const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_chunk
 #if KV_INT8
         const uint16_t* const k_scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES) +
                                          (first + 2 * t) * GROUPS + part * Query::STEPS + step;
@@ -344,6 +343,23 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float
     }
 }
 
+// The warp's keys of a stage: scores over its half of the head into scores[part][row][key].
+DEVICE void score_unit(float* scores, const Query (&query)[TILES], const float* query_scales, const uint8_t* plane) {
+    const int g = lane_id() / 4, t = lane_id() % 4, part = warp_index() % PARTS;
+#pragma unroll
+    for (int n = 0; n < WARP_KEY_TILES; ++n) {
+        const int first = 8 * (WARP_KEY_TILES * (warp_index() / PARTS) + n);
+        float s[TILES][4];
+        score(s, query, query_scales, plane, first, part);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
+            *reinterpret_cast<float2*>(target) = {s[tile][0], s[tile][1]};
+            *reinterpret_cast<float2*>(target + 8 * SCORE_STRIDE) = {s[tile][2], s[tile][3]};
+        }
+    }
+}
+
 // The running softmax of the rows that a warp weighs: 2 (warp + 8 n) + lane / 16, sixteen lanes to a row.
 struct Softmax {
     float largest[TILES];  // score so far
@@ -351,18 +367,18 @@ struct Softmax {
 
     DEVICE static int row_of(int n) { return 2 * (warp_index() + WARPS * n) + static_cast<int>(lane_id()) / 16; }
 
-    // Scores become weights in place; factors[row] is what earlier results shrink by.
-    DEVICE void weigh(float* scores, float* factors, int first_key, int start, bool newest) {
+    // Scores into 16-bit weights; factors[row] is what earlier results shrink by.
+    DEVICE void weigh(const float* scores, uint16_t* weights, float* factors, int first_key, int start) {
         const int lane = static_cast<int>(lane_id()) % 16;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             const int row = row_of(n);
-            float* const at = scores + row * SCORE_STRIDE + ROW_KEYS * lane;
+            const float* const at = scores + row * SCORE_STRIDE + ROW_KEYS * lane;
             float s[ROW_KEYS], now = largest[n];
 #pragma unroll
             for (int i = 0; i < ROW_KEYS; ++i) {
                 s[i] = at[i] + at[i + 16 * TILES * SCORE_STRIDE];
-                if (newest && first_key + ROW_KEYS * lane + i > start + row / RATIO) s[i] = MASKED;
+                if (first_key + ROW_KEYS * lane + i > start + row / RATIO) s[i] = MASKED;
                 now = fmaxf(now, s[i]);
             }
 #pragma unroll
@@ -376,11 +392,10 @@ struct Softmax {
                 s[i] = exp2_approx(s[i] - now + WEIGHT_SHIFT);
                 sum[n] += s[i];
             }
-            uint32_t* const weights = reinterpret_cast<uint32_t*>(scores + row * SCORE_STRIDE) + ROW_KEYS / 2 * lane;
-            warp_sync();  // the other lanes have read their scores
+            uint32_t* const target = reinterpret_cast<uint32_t*>(weights + row * WEIGHT_STRIDE) + ROW_KEYS / 2 * lane;
 #pragma unroll
             for (int i = 0; i < ROW_KEYS / 2; ++i)
-                weights[i] = KV_INT8 ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
+                target[i] = KV_INT8 ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
         }
     }
 
@@ -396,22 +411,30 @@ struct Softmax {
     }
 };
 
-// acc += weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
+// acc = acc * factors + weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
 // 16 keys for k = 2t, 2t + 1, 2t + 8, 2t + 9. INT8: output column n of tile j is dim 4n + j; BF16: dim 8j + n.
-DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const uint8_t* plane) {
+DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const float* factors, const uint8_t* plane) {
     const int lane = lane_id(), warp = warp_index(), g = lane / 4, t = lane % 4;
-#pragma unroll (TILES == 1 ? 2 : 1)
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const float low = factors[16 * tile + g], high = factors[16 * tile + g + 8];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            acc[tile][j][0] *= low, acc[tile][j][1] *= low;
+            acc[tile][j][2] *= high, acc[tile][j][3] *= high;
+        }
+    }
+#pragma unroll UNROLL_V
     for (int step = 0; step < STAGE_KEYS / 16; ++step) {
         uint32_t b[4][2];
 #if KV_INT8
         const uint16_t* const scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES);
         uint32_t codes[4], scale[4];
+        const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int key = 16 * step + 4 * t + i;
-            const uint8_t* const at = plane + key * KEY_BYTES + 16 * v_chunk(key, 2 * warp + g / 4) + 4 * (g % 4);
-            codes[i] = *reinterpret_cast<const uint32_t*>(at) ^ 0x80808080u;
-            scale[i] = scales[key * GROUPS + warp / 2];
+            codes[i] = *reinterpret_cast<const uint32_t*>(at + i * KEY_BYTES) ^ 0x80808080u;
+            scale[i] = scales[(16 * step + 4 * t + i) * GROUPS + warp / 2];
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -479,12 +502,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
     STATIC_SHARED(float, factors[16 * TILES]);
-    STATIC_SHARED(Cursor, ahead[1]);    // of the unit requested last; thread 0 moves it, to spare registers
-    STATIC_SHARED(Source, sources[2]);  // of unit u in u % 2
+    STATIC_SHARED(Cursor, current[1]);  // the segment being worked on: in registers it would be spilled
+    STATIC_SHARED(Cursor, ahead[1]);    // of the unit whose source was found last; thread 0 moves it, to spare registers
+    STATIC_SHARED(Source, sources[4]);  // of unit u in u % 4
     uint8_t* const k_planes = shared;
     uint8_t* const v_planes = shared + 2 * PLANE_BYTES;
     uint8_t* const queries = shared + SHARED_SCORES;
     float* const scores = reinterpret_cast<float*>(queries);
+    uint16_t* const weights = reinterpret_cast<uint16_t*>(shared + SHARED_WEIGHTS);
     uint8_t* const fresh = shared + SHARED_NEW;
     float* const query_scales = reinterpret_cast<float*>(shared + SHARED_QUERY_SCALES);
     Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
@@ -498,15 +523,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int n_units = part_begin(block + 1, n_parts, total) - part_begin(block, n_parts, total);
 
     // Old tokens' pages do not depend on the launch before this one: request the first units ahead of the wait.
-    Cursor at;
-    at.seek(p, part_begin(block, n_parts, total));
     {
-        Cursor next = at;
+        Cursor next;
+        next.seek(p, part_begin(block, n_parts, total));
+        if (threadIdx.x == 0) current[0] = next;
+        const int first_row = next.row;
         Source source = source_of(p, next);
         request_plane<true>(k_planes, p.k, p.k_scales, source);
         cp_async_commit();
         request_plane<false>(v_planes, p.v, p.v_scales, source);
-        cp_async_commit();
         if (n_units > 1) {
             next.advance(p);
             source = source_of(p, next);
@@ -514,23 +539,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         cp_async_commit();
         if (threadIdx.x == 0) ahead[0] = next, sources[1] = source;
+        compute_turns(p, first_row, turns);
     }
-    compute_turns(p, at.row, turns);
     grid_dependency_wait();
     grid_dependency_launch();
 
-    const int g = lane_id() / 4, t = lane_id() % 4, part = warp_index() % PARTS, key_warp = warp_index() / PARTS;
-    int row_of_turns = at.row;
     for (int done = 0; done < n_units;) {
         __syncthreads();
-        if (at.row != row_of_turns) {
+        const Cursor at = current[0];
+        if (done > 0 && at.head == 0) {  // another row
             compute_turns(p, at.row, turns);
-            row_of_turns = at.row;
             __syncthreads();
         }
-        const int segment = at.row * N_KV_HEADS + at.head;
         const int end = minimum(n_units, done + at.n_units - at.unit);
-        const int first_key = at.first_key(), end_key = first_key + (end - done) * STAGE_KEYS;
+        const int start = at.start, first_key = at.first_key(), end_key = first_key + (end - done) * STAGE_KEYS;
         take_projections(p, at, turns, maximum(0, first_key - at.start), minimum(at.n_columns, end_key - at.start), queries,
                          query_scales, fresh);
         __syncthreads();
@@ -538,58 +560,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Softmax softmax;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            query[tile].load(queries, tile, part);
+            query[tile].load(queries, tile, warp_index() % PARTS);
             softmax.largest[tile] = NO_SCORE;
             softmax.sum[tile] = 0.0f;
         }
         float acc[TILES][4][4] = {};
-        for (; done < end; ++done, at.advance(p)) {
-            uint8_t* const k_plane = k_planes + done % 2 * PLANE_BYTES;
-            uint8_t* const v_plane = v_planes + done % 2 * PLANE_BYTES;
+
+        // Step j: the values of the segment's unit j are mixed beside the products of q and the keys of unit j + 1.
+        for (int j = -1; j < end - done; ++j) {
+            const int unit = done + j, v_key = first_key + j * STAGE_KEYS, k_key = v_key + STAGE_KEYS;
+            const bool mixes = j >= 0, scores_next = unit + 1 < end;
+            uint8_t* const k_plane = k_planes + (unit + 1) % 2 * PLANE_BYTES;
+            uint8_t* const v_plane = v_planes + (unit + 2) % 2 * PLANE_BYTES;
             cp_async_wait<1>();
             __syncthreads();
-            if (done + 1 < n_units)
-                request_plane<false>(v_planes + (done + 1) % 2 * PLANE_BYTES, p.v, p.v_scales, sources[(done + 1) % 2]);
-            cp_async_commit();
-            if (threadIdx.x == 0 && done + 2 < n_units) {
+            if (threadIdx.x == 0 && scores_next && unit + 3 < n_units) {
                 ahead[0].advance(p);
-                sources[done % 2] = source_of(p, ahead[0]);
+                sources[(unit + 3) % 4] = source_of(p, ahead[0]);
             }
-            const bool newest = at.first_key() + STAGE_KEYS > at.start;
-            if (newest) {
-                insert_new(at, fresh, k_plane, v_plane);
+            const bool new_k = scores_next && k_key + STAGE_KEYS > start, new_v = mixes && v_key + STAGE_KEYS > start;
+            if (new_k || new_v) {
+                if (new_k) insert_new<true>(fresh, k_plane, k_key, start, current[0].n_columns);
+                if (new_v) insert_new<false>(fresh, v_plane, v_key, start, current[0].n_columns);
                 __syncthreads();
             }
-
-#pragma unroll
-            for (int n = 0; n < WARP_KEY_TILES; ++n) {
-                const int first = 8 * (WARP_KEY_TILES * key_warp + n);
-                float s[TILES][4];
-                score(s, query, query_scales, k_plane, first, part);
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
-                    *reinterpret_cast<float2*>(target) = {s[tile][0], s[tile][1]};
-                    *reinterpret_cast<float2*>(target + 8 * SCORE_STRIDE) = {s[tile][2], s[tile][3]};
-                }
+            if (mixes && scores_next) {
+                accumulate(acc, weights, factors, v_plane);
+                score_unit(scores, query, query_scales, k_plane);
+            } else if (mixes) {
+                accumulate(acc, weights, factors, v_plane);
+            } else {
+                score_unit(scores, query, query_scales, k_plane);
             }
             __syncthreads();
-            if (done + 2 < n_units) request_plane<true>(k_plane, p.k, p.k_scales, sources[done % 2]);
+            if (scores_next && unit + 3 < n_units)
+                request_plane<true>(k_plane, p.k, p.k_scales, sources[(unit + 3) % 4]);
+            if ((mixes || unit < 0) && unit + 2 < n_units)
+                request_plane<false>(v_plane, p.v, p.v_scales, sources[(unit + 2) % 4]);
             cp_async_commit();
-            softmax.weigh(scores, factors, at.first_key(), at.start, newest);
-            __syncthreads();
-#pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                const float low = factors[16 * m + g], high = factors[16 * m + g + 8];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) acc[m][j][0] *= low, acc[m][j][1] *= low, acc[m][j][2] *= high, acc[m][j][3] *= high;
-            }
-            accumulate(acc, reinterpret_cast<const uint16_t*>(scores), v_plane);
+            if (scores_next) softmax.weigh(scores, weights, factors, k_key, start);
         }
-
-        const int64_t slot = block + segment;
+        const int64_t slot = block + current[0].row * N_KV_HEADS + current[0].head;
         store_partial(acc, p.partial + slot * ROWS * HEAD_DIM);
         softmax.store(p.stats + slot * ROWS * 2);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            current[0].unit += end - done - 1;
+            current[0].advance(p);
+        }
+        done = end;
     }
 }
 
