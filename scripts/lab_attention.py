@@ -1,4 +1,6 @@
-"""Time the attention kernels of a 27B-sized model: python scripts/lab_attention.py [check] [decode] [prefill].
+"""Time the attention kernels of a 27B-sized model: python scripts/lab_attention.py [kernels=DIR] [check] [decode] ...
+
+DIR holds other versions of the kernels; parts are check, decode, prefill, short.
 
 Rounds run as a graph of 16 layers, each with its own pages (cold in L2), with programmatic edges; shares are of the
 measured read bandwidth for the bytes of the cached tokens, and of the measured bf16 ``mma.sync`` rate.
@@ -6,10 +8,12 @@ measured read bandwidth for the bytes of the cached tokens, and of the measured 
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from ninfer_runtime.backends.cuda.compiler import INCLUDE_FOLDER, Compiler, Sources
 from ninfer_runtime.backends.cuda.launch import CudaDevice
 from ninfer_runtime.backends.cuda.ops import attention_decode, attention_prefill
 from ninfer_runtime.backends.cuda.ops.attention import attention_geometry, rope_table
@@ -181,11 +185,28 @@ def prefill(device: CudaDevice) -> None:
         lab.close()
 
 
+def short(device: CudaDevice) -> None:
+    """The two sizes that versions are compared by."""
+    for format in FORMATS:
+        lab = Lab(device, format, 65_536, 4)
+        times = [lab.decode(1, q, context) for q in (1, 4) for context in (0, 7_680, 65_000)]
+        times += [lab.prefill(1024, start) for start in (0, 31_744)]
+        print(format, "decode", *(f"{us:.1f}" for us in times[:6]), "prefill", *(f"{us:.0f}" for us in times[6:]))
+        lab.close()
+
+
 def main() -> None:
     """Run the parts named on the command line."""
-    device = CudaDevice()
+    compiler = None
     for name in sys.argv[1:] or ["check", "decode", "prefill"]:
-        {"check": check, "decode": decode, "prefill": prefill}[name](device)
+        if name.startswith("kernels="):
+            folder = Path(name.removeprefix("kernels="))
+            compiler = Compiler("sm_90a", sources=Sources(folder, INCLUDE_FOLDER), report=lambda line: None)
+            print(folder)
+    device = CudaDevice(compiler=compiler)
+    for name in sys.argv[1:] or ["check", "decode", "prefill"]:
+        if not name.startswith("kernels="):
+            {"check": check, "decode": decode, "prefill": prefill, "short": short}[name](device)
     device.close()
 
 
