@@ -35,21 +35,23 @@
 enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_large.py
 
 constexpr int WARPS = THREADS / WARP_LANES;
+constexpr int ROW_WARPS = 8;                                // each two tile rows
+constexpr int TOKEN_WARPS = WARPS / ROW_WARPS;              // that share two tile rows, each its part of the tokens
 constexpr int STAGE_COLUMNS = 128;
 constexpr int GROUP_COLUMNS = 64;
 constexpr int GROUP_BYTES = TOKENS * GROUP_COLUMNS * 2;
 constexpr int TOKEN_BYTES = 2 * GROUP_BYTES;                // of a stage
-constexpr int SCALE_BYTES = 32 * WARPS * 4;                 // of a stage: a word of each lane
+constexpr int SCALE_BYTES = 32 * ROW_WARPS * 4;             // of a stage: a word of each lane of the first row warps
 constexpr int STAGE_BYTES = TOKEN_BYTES + SCALE_BYTES;
 constexpr int STAGE_CHUNKS = STAGE_COLUMNS / 8;             // 16-byte chunks of a token in a stage
 constexpr int CHUNKS = TOKEN_BYTES / 16 / THREADS;          // chunks that a thread copies per stage
 constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;  // tokens that one chunk of every thread covers
-constexpr int N_TILES = TOKENS / 8;
+constexpr int N_TILES = TOKENS / 8 / TOKEN_WARPS;           // of a warp
 constexpr int N_BLOCK = 4;  // token tiles whose operands are in registers together
 
 constexpr int MAX_MATRICES = 6;
 
-static_assert(THREADS == 256 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
+static_assert(THREADS % 256 == 0 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
 static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
 static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
 
@@ -87,7 +89,7 @@ struct Assignment {
 };
 
 DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
-    const int pair = row_tile * WARPS + warp_index();
+    const int pair = row_tile * ROW_WARPS + warp_index() % ROW_WARPS;
     if (pair >= p.n_pairs) return {-1, 0};
     int matrix = 0;
 #pragma unroll
@@ -107,12 +109,17 @@ struct Copies {
         const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
         unsigned char* to = slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
         const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
-        uint32_t from = source;
+        const uint32_t pass_bytes = TOKENS_PER_PASS * 2 * p.x_stride;
+        if (valid_passes >= CHUNKS) {
+            x += source;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            const bool valid = i < valid_passes;
-            cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? from : 0), valid);
-            from += TOKENS_PER_PASS * 2 * p.x_stride;
+            for (int i = 0; i < CHUNKS; ++i) cp_async_16(to + i * TOKENS_PER_PASS * 128, x + i * pass_bytes);
+        } else {
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) {
+                const bool valid = i < valid_passes;
+                cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? source + i * pass_bytes : 0), valid);
+            }
         }
         source += STAGE_COLUMNS * 2;
     }
@@ -127,7 +134,7 @@ DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, cons
                      ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS)};
     const uint8_t* scales = nullptr;  // a word of this lane's
     int step = 0;
-    if (a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
+    if (warp_index() < ROW_WARPS && a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
         const int lane = static_cast<int>(lane_id());
         const int64_t row = minimum(a.tile_row + lane / 16, p.n_tile_rows[a.matrix] - 1);
         step = p.stage_bytes[a.matrix];
@@ -256,6 +263,7 @@ template <int FORMAT>
 DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring, int begin,
                      int end, Sums& sums) {
     constexpr bool IDLE = FORMAT < 0;
+    constexpr bool AHEAD = TOKEN_WARPS == 1;  // with more warps there are no registers for it, and less need
     using Lane = LaneWeights<IDLE ? Q4 : FORMAT>;
     constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
     const int lane = static_cast<int>(lane_id());
@@ -283,14 +291,14 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             }
             return;
         }
-        if (group == 0 && half == 0) {
+        if (AHEAD && group == 0 && half == 0) {
             cp_async_wait<STAGES - 2>();
             warp_sync();  // scales are copied and read by the same warp
         }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             if (FORMAT != BF16 && (half == 0 || FORMAT == W8))
-                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half,
+                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() % ROW_WARPS * 128 + g * 8 + m * 64, group, half,
                                   scale[m]);
 #pragma unroll
             for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
@@ -306,17 +314,18 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             at[m] = (row * p.stages + begin) * ROW_STAGE_BYTES;
             if (FORMAT != BF16) weights[m].load(tiles, at[m], 0, 0, lane);
         }
-        prepare(0, 0, 1);
+        if (AHEAD || FORMAT == BF16) prepare(0, 0, 1);
     }
 #pragma unroll 1
     for (int left = end - begin; left > 0; --left) {
-        if (IDLE || FORMAT == BF16) cp_async_wait<STAGES - 2>();
+        if (IDLE || FORMAT == BF16 || !AHEAD) cp_async_wait<STAGES - 2>();
         __syncthreads();
-        const unsigned char* tokens_at = ring + slot + g * 128;
+        const unsigned char* tokens_at = ring + slot + (warp_index() / ROW_WARPS * N_TILES * 8 + g) * 128;
         unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
 #pragma unroll
         for (int half = 0; half < 4; ++half) {
             if (!IDLE) {
+                if (FORMAT != BF16 && !AHEAD) prepare(half / 2, half % 2, left);
                 uint32_t now[2][2][4];
 #pragma unroll
                 for (int i = 0; i < 16; ++i) now[i / 8][i / 4 % 2][i % 4] = operand[i / 8][i / 4 % 2][i % 4];
@@ -343,7 +352,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             if (half == 0) {
                 if (left >= STAGES) {
                     copies.copy(p, free_slot);
-                    if (!IDLE && Lane::STAGED_SCALES)
+                    if (!IDLE && Lane::STAGED_SCALES && warp_index() < ROW_WARPS)
                         cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
                                    tiles + ((lane < 16 ? at[0] : at[1]) + (STAGES - 1) * ROW_STAGE_BYTES +
                                             Lane::Layout::SCALES_AT + lane % 16 * 4));
@@ -351,7 +360,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                 cp_async_commit();
             }
             if (half == 3) slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-            if (!IDLE && FORMAT != BF16) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
+            if (!IDLE && FORMAT != BF16 && AHEAD) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
         }
     }
     __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
@@ -458,7 +467,7 @@ DEVICE void finish_float(float* out, int64_t stride, int n_tokens, int first_tok
     }
 }
 
-DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_tile, Sums& sums) {
+DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int first_token, Sums& sums) {
     const float factor = p.factor[a.matrix];
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -471,7 +480,7 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_ti
     const int64_t stride = p.out_stride[a.matrix];
     if (EPILOGUE == RESIDUAL || (EPILOGUE == STORE && p.out_float[a.matrix])) {
         finish_float<EPILOGUE == RESIDUAL>(static_cast<float*>(p.out[a.matrix]), stride, p.n_tokens,
-                                           token_tile * TOKENS, n_rows, a.tile_row * 16, sums);
+                                           first_token, n_rows, a.tile_row * 16, sums);
         return;
     }
     const bool aligned = (stride & 1) == 0;
@@ -479,7 +488,7 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int token_ti
     for (int n = 0; n < N_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = token_tile * TOKENS + n * 8 + 2 * t + i;
+            const int token = first_token + n * 8 + 2 * t + i;
             const bool exists = token < p.n_tokens;
             uint16_t* row = static_cast<uint16_t*>(p.out[a.matrix]) + token * stride;
             if (EPILOGUE == SWIGLU) {
@@ -573,6 +582,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             done += minimum(span_begin(p, other + 1), piece.tile_end) - span_begin(p, other);
         }
         const Assignment a = assignment(p, piece.tile / p.token_tiles);
-        if (a.matrix >= 0) finish(p, a, piece.tile % p.token_tiles, sums);
+        const int first_token = piece.tile % p.token_tiles * TOKENS + warp_index() / ROW_WARPS * N_TILES * 8;
+        if (a.matrix >= 0) finish(p, a, first_token, sums);
     }
 }
