@@ -1,37 +1,34 @@
 """Weights from the file to the device: reading, copying and repacking overlap.
 
-Each reader thread fills pinned buffers of its own and queues their copies into a ring of staging memory (or straight to
-their place); a second stream turns what is complete into its packed form. An ``Upload`` says which file bytes go where,
-and what to run once they have arrived; who plans the uploads knows formats, this file knows only bytes.
-
-Measured on an H200 with 16 cores and a link of 54 GB/s: threads that ``pread`` from the page cache keep it busy, a map
-costs a third of the rate in page tables. Pinning runs at 2.6 GB/s there, so the buffers are few and small.
+Threads of the C library read the file into a ring of pinned buffers (``file_reads.py``); one stream copies these into a
+ring of staging memory, or straight to their place; a second stream turns what is complete into its packed form. An
+``Upload`` says which file bytes go where, and what to run once they have arrived; who plans the uploads knows formats,
+this file knows only bytes.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from threading import Condition
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format.errors import StorageError
 from ninfer_format.geometry import up
-from ninfer_format.hashing import Advance, Progress, available_cores, read_exactly, silent
-from ninfer_format.reader import open_regular
+from ninfer_format.hashing import Advance, Progress, available_cores, silent
 from ninfer_runtime.backends.cuda.device import Device, DeviceMemoryError, Event, Stream
+from ninfer_runtime.backends.cuda.file_reads import FileReads, Run
 
 CHUNK_BYTES = 4 << 20
 MAX_STAGING_BYTES = 64 << 20
 """What one upload should stage at most; larger ones work, and take as much device memory during the load."""
 
-_MAX_READERS = 12
-_BUFFERS_PER_READER = 2
-_N_STAGING = 4
+_MAX_READERS = 16
+_COPY_LAG = 4  # copies still queued when a buffer is filled again: the copy engine never waits for the host
+_N_STAGING = 3
 _STAGING_ALIGNMENT = 256
 
 Finish = Callable[[int, Stream], None]
@@ -110,126 +107,103 @@ def _chunks(uploads: Sequence[Upload], chunk_bytes: int) -> Iterator[list[_Part]
 
 
 @dataclass(slots=True)
-class _Slot:
-    """One part of the staging memory.
+class _Buffer:
+    """Pinned memory; ``copied`` is behind the copies of what was read into it last."""
 
-    ``turn`` is the rank of the upload that may use it now, which is to say that the work of the one before is queued;
-    ``event`` is behind that work. Ranks count the uploads that stage, and take the slots in turn.
+    memory: NDArray[np.uint8]
+    copied: Event
+
+
+class _Ring:
+    """Pinned buffers, of which new ones are made while the first are in use already.
+
+    Pinning is slow (2.6 GB/s on an H200 machine), so the buffers are few and small, and a thread of its own makes them.
     """
 
-    pointer: int
-    event: Event
-    turn: int
+    def __init__(self, device: Device, n_buffers: int, buffer_bytes: int) -> None:
+        self._device = device
+        self._made: list[NDArray[np.uint8]] = []
+        self._copying: deque[_Buffer] = deque()
+        self._thread = ThreadPoolExecutor(1)
+        self._coming: deque[Future[NDArray[np.uint8]]] = deque(
+            self._thread.submit(device.allocate_host, buffer_bytes) for _ in range(n_buffers)
+        )
+
+    def take(self, *, wait: bool) -> _Buffer | None:
+        """A buffer that nothing uses; None when there is none yet and ``wait`` is not set."""
+        if self._coming and (self._coming[0].done() or (wait and not self._copying)):
+            self._made.append(self._coming.popleft().result())
+            return _Buffer(self._made[-1], self._device.event())
+        if len(self._copying) > _COPY_LAG or (wait and self._copying):
+            buffer = self._copying.popleft()
+            buffer.copied.synchronize()
+            return buffer
+        return None
+
+    def give(self, buffer: _Buffer) -> None:
+        """To be used again once ``buffer.copied`` is passed."""
+        self._copying.append(buffer)
+
+    def close(self) -> None:
+        """Give the memory back; no read and no copy of it may be running."""
+        for future in self._coming:
+            future.cancel()
+        self._thread.shutdown()
+        self._made += [future.result() for future in self._coming if future.done() and not future.cancelled()]
+        for memory in self._made:
+            self._device.free_host(memory)
 
 
-class _Load:
-    """What the readers of one load share; everything that is not constant changes under ``_changed``."""
+class _Mover:
+    """Puts what was read on the copy stream, and each upload's ``finish`` on the other one at its last byte."""
 
-    def __init__(
-        self, device: Device, uploads: Sequence[Upload], chunk_bytes: int, descriptor: int, advance: Advance
-    ) -> None:
+    def __init__(self, device: Device, uploads: Sequence[Upload]) -> None:
         self._device = device
         self._uploads = uploads
-        self._chunk_bytes = chunk_bytes
-        self._chunks = _chunks(uploads, chunk_bytes)
-        self._descriptor = descriptor
-        self._advance = advance
-        self._changed = Condition()
-        self._stopped = False
-        self._left = [upload.n_bytes for upload in uploads]
         self._copies, self._repacks = device.stream(), device.stream()
         self._arrived = device.event()
         staging_bytes = up(max((upload.staging_bytes for upload in uploads), default=0), _STAGING_ALIGNMENT)
         self._staging = device.allocate(_N_STAGING * staging_bytes) if staging_bytes else 0
-        self._slots = [_Slot(self._staging + i * staging_bytes, device.event(), i) for i in range(_N_STAGING)]
-        staged = (index for index, upload in enumerate(uploads) if upload.staging_bytes)
-        self._ranks = {index: rank for rank, index in enumerate(staged)}
-        self._opened: set[int] = set()
-        self._pinned: list[NDArray[np.uint8]] = []
+        slots = ((self._staging + i * staging_bytes, device.event()) for i in range(_N_STAGING))
+        self._slots: deque[tuple[int, Event]] = deque(slots)
+        self._current = -1
+        self._left = 0
+        self._base = 0
 
-    def read_all(self) -> None:
-        """What one reader does: chunk after chunk into its buffers in turn, until none is left."""
-        buffers: list[tuple[NDArray[np.uint8], Event]] = []
-        try:
-            for turn in cycle(range(_BUFFERS_PER_READER)):
-                with self._changed:
-                    parts = None if self._stopped else next(self._chunks, None)
-                if parts is None:
-                    return
-                if turn == len(buffers):
-                    # The first call of this thread on the device: it makes the device usable from here.
-                    buffers.append((self._device.allocate_host(self._chunk_bytes), self._device.event()))
-                    self._pinned.append(buffers[turn][0])
-                self._move(parts, *buffers[turn])
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Let every reader end after its chunk."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def _move(self, parts: Sequence[_Part], buffer: NDArray[np.uint8], copied: Event) -> None:
-        copied.synchronize()
-        whole = memoryview(buffer.data)
+    def queue(self, parts: Sequence[_Part], buffer: _Buffer) -> None:
+        """Copy a buffer to where its parts belong."""
         for part in parts:
-            read_exactly(self._descriptor, whole[part.at : part.at + part.n_bytes], part.begin)
-        for part in parts:
-            base = self._open(part.upload) if self._uploads[part.upload].staging_bytes else 0
-            if self._stopped:
-                return
-            self._device.upload(base + part.target, buffer[part.at : part.at + part.n_bytes], self._copies)
-            self._count(part)
-        copied.record(self._copies)
+            if part.upload != self._current:
+                self._open(part.upload)
+            source = buffer.memory[part.at : part.at + part.n_bytes]
+            self._device.upload(self._base + part.target, source, self._copies)
+            self._left -= part.n_bytes
+            if self._left == 0:
+                self._finish(self._uploads[part.upload])
+        buffer.copied.record(self._copies)
 
-    def _open(self, index: int) -> int:
-        """Staging address of an upload; waits until the upload that had the slot before is queued to its end.
-
-        That never waits for ever: uploads use the slots in order, and chunks are handed out in that order too, so a
-        reader waits only for readers that have earlier chunks.
-        """
-        rank = self._ranks[index]
-        slot = self._slots[rank % _N_STAGING]
-        with self._changed:
-            while slot.turn != rank and not self._stopped:
-                self._changed.wait()
-            if rank not in self._opened:
-                self._opened.add(rank)
-                self._copies.wait(slot.event)
-        return slot.pointer
-
-    def _count(self, part: _Part) -> None:
-        """A part's copy is queued; behind an upload's last one goes its ``finish``."""
-        with self._changed:
-            self._left[part.upload] -= part.n_bytes
-            self._advance(part.n_bytes)
-            if self._left[part.upload] == 0:
-                self._finish(part.upload)
-
-    def _finish(self, index: int) -> None:
+    def _open(self, index: int) -> None:
         upload = self._uploads[index]
+        self._current, self._left, self._base = index, upload.n_bytes, 0
+        if upload.staging_bytes:
+            self._base, last_use = self._slots[0]
+            self._copies.wait(last_use)
+
+    def _finish(self, upload: Upload) -> None:
         if upload.finish is None and not upload.staging_bytes:
             return
-        rank = self._ranks.get(index, 0)
-        slot = self._slots[rank % _N_STAGING]
         self._arrived.record(self._copies)
         self._repacks.wait(self._arrived)
         if upload.finish is not None:
-            upload.finish(slot.pointer if upload.staging_bytes else 0, self._repacks)
+            upload.finish(self._base, self._repacks)
         if upload.staging_bytes:
-            slot.event.record(self._repacks)
-            slot.turn = rank + _N_STAGING
-            self._changed.notify_all()
+            self._slots[0][1].record(self._repacks)
+            self._slots.rotate(-1)
 
     def close(self) -> None:
-        """Give buffers and staging memory back, once the device is idle."""
-        self._device.synchronize()
+        """Give the staging memory back; no work may be running."""
         if self._staging:
             self._device.free(self._staging)
-        for buffer in self._pinned:
-            self._device.free_host(buffer)
 
 
 def load(
@@ -241,9 +215,9 @@ def load(
     readers: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> LoadReport:
-    """Run all uploads; everything has ended when it returns. They are read in order, and finish in about that order.
+    """Run all uploads, in order; everything has ended when it returns.
 
-    ``readers`` threads read (default: the cores, at most 12). Raises StorageError when the file became shorter or
+    ``readers`` threads read (default: the cores, at most 16). Raises StorageError when the file became shorter or
     cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
     """
     started = time.perf_counter()
@@ -251,28 +225,38 @@ def load(
     n_bytes = sum(upload.n_bytes for upload in uploads)
     chunk_bytes = up(min(chunk_bytes, max(n_bytes, 1)), _STAGING_ALIGNMENT)
     readers = readers or max(1, min(available_cores(), _MAX_READERS, -(-n_bytes // chunk_bytes)))
-    with open_regular(path) as stream, progress(n_bytes, "loading") as advance:
-        try:
-            job = _Load(device, uploads, chunk_bytes, stream.fileno(), advance)
-        except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
-        try:
-            _run(job, readers)
-            device.synchronize()
-            return LoadReport(n_bytes, time.perf_counter() - started)
-        except StorageError as error:
-            raise StorageError(f"{path}: {error}; copy or download it again") from None
-        finally:
-            job.close()
+    try:
+        mover = _Mover(device, uploads)
+    except DeviceMemoryError as error:
+        raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
+    ring = _Ring(device, readers + _COPY_LAG, chunk_bytes)
+    try:
+        with FileReads(path, readers) as reads, progress(n_bytes, "loading") as advance:
+            _run(_chunks(uploads, chunk_bytes), reads, ring, mover, advance)
+        device.synchronize()
+        return LoadReport(n_bytes, time.perf_counter() - started)
+    except StorageError as error:
+        raise StorageError(f"{path}: {error}; copy or download it again") from None
+    finally:
+        device.synchronize()
+        ring.close()
+        mover.close()
 
 
-def _run(job: _Load, readers: int) -> None:
-    """Read with ``readers`` threads; the first error of any of them ends them all."""
-    with ThreadPoolExecutor(readers) as pool:
-        try:
-            running = [pool.submit(job.read_all) for _ in range(readers)]
-            for each in running:
-                each.result()
-        except BaseException:
-            job.stop()
-            raise
+def _run(chunks: Iterable[Sequence[_Part]], reads: FileReads, ring: _Ring, mover: _Mover, advance: Advance) -> None:
+    """Read as far ahead as there are buffers; move what has been read, in order."""
+    coming = enumerate(chunks)
+    reading: deque[tuple[int, Sequence[_Part], _Buffer]] = deque()
+    following = next(coming, None)
+    while following or reading:
+        while following and (buffer := ring.take(wait=not reading)) is not None:
+            number, parts = following
+            address = buffer.memory.ctypes.data
+            reads.start(number, [Run(part.begin, part.n_bytes, address + part.at) for part in parts])
+            reading.append((number, parts, buffer))
+            following = next(coming, None)
+        number, parts, buffer = reading.popleft()
+        reads.wait(number)
+        mover.queue(parts, buffer)
+        ring.give(buffer)
+        advance(sum(part.n_bytes for part in parts))
