@@ -46,9 +46,9 @@ def test_run_beyond_the_end_names_the_end(tmp_path: Path, content: np.ndarray, n
         reads.start(0, [Run(FILE_BYTES - n_bytes + 1, n_bytes, out.ctypes.data)])
         reads.wait(0)
 
-    with FileReads(tmp_path / "file", 2) as opened:
-        with pytest.raises(StorageError, match=f"the file ends at byte {FILE_BYTES}: it became shorter"):
-            read(opened)
+    shorter = f"the file ends at byte {FILE_BYTES}: it became shorter"
+    with FileReads(tmp_path / "file", 2) as opened, pytest.raises(StorageError, match=shorter):
+        read(opened)
     assert np.array_equal(out[: n_bytes - 1], content[FILE_BYTES - n_bytes + 1 :])
 
 
