@@ -30,7 +30,7 @@ from ninfer_runtime.backends.cuda.resources import (
     limits_of,
     resources_of,
 )
-from ninfer_runtime.backends.cuda.sass import Loop, has_disassembler, main_loop
+from ninfer_runtime.backends.cuda.sass import Loop, main_loop
 from ninfer_runtime.config import KvDtype
 from ninfer_runtime.models.binder import BoundModel
 
@@ -113,7 +113,7 @@ def _row(spec: KernelSpec, arch: str, cubin: Cubin, used_by: tuple[str, ...], *,
         blocks_per_sm=blocks_per_sm(found, spec.threads, spec.shared_bytes, limits_of(arch)),
         used_by=used_by,
         warnings=cubin.warnings,
-        loop=main_loop(cubin.image, spec.name) if sass and has_disassembler() else None,
+        loop=main_loop(cubin.image, spec.name) if sass else None,
     )
 
 

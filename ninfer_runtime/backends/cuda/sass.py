@@ -70,11 +70,6 @@ def _disassembler() -> str | None:
     return str(found) if found else shutil.which("nvdisasm")
 
 
-def has_disassembler() -> bool:
-    """Whether nvdisasm is installed."""
-    return _disassembler() is not None
-
-
 def disassemble(image: bytes) -> str:
     """The text of a cubin's code. MissingExtraError without nvdisasm, CubinError when it refuses the file."""
     tool = _disassembler()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ninfer_runtime.backends.cuda import catalog
+from ninfer_runtime.backends.cuda import catalog, sass
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from tests.runtime.cuda.kernels import COPY_SPEC, compiler_in
 from tests.runtime.run_command import Ninfer, in_this_process
@@ -94,3 +94,13 @@ def test_missing_compiler_names_the_extra(ninfer: Ninfer, monkeypatch: pytest.Mo
         nvrtc.nvrtc.cache_clear()
     assert run.code == 2
     assert run.err.endswith("install it with: pip install 'ninfer[cuda]'\n")
+
+
+def test_missing_disassembler_names_its_package(
+    ninfer: Ninfer, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(PRODUCT)
+    monkeypatch.setattr(sass, "_disassembler", lambda: None)
+    run = ninfer("kernels", "--arch", "sm_90a", "--sass")
+    assert run.code == 2
+    assert run.err == "error: counting instructions needs nvdisasm; pip install nvidia-cuda-nvdisasm\n"
