@@ -1,4 +1,4 @@
-// Gated DeltaNet prefill, last of three: outputs of a chunk and head from the state before it, and the gated norm.
+// Gated DeltaNet prefill, last of four: outputs of a chunk and head from the state before it, and the gated norm.
 //   O_i = 2^G_i q_i S0 + sum_{j <= i} 2^(G_i - G_j) (q_i . k_j) v'_j;   out = rms(O_i) w silu(z_i)
 // vz [T][2 VALUE_HEADS 128] (v | z), norm [128], out [T][VALUE_HEADS 128]: bf16, strides in elements, multiples of 8.
 // Grid: (VALUE_HEADS, chunks), 128 threads, 16 tokens per warp. gdn_prefill.cuh has formulas and layouts.
