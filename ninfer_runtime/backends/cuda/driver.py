@@ -6,6 +6,9 @@ from typing import Any, NoReturn
 from ninfer_format.command import require_extra
 from ninfer_runtime.backends.cuda.device import DeviceError, DeviceMemoryError
 
+HELPFUL_FLAGS = "lower --max-context, --kv-capacity or --prefill-chunk"
+"""What makes a program smaller."""
+
 _NO_DRIVER = "no NVIDIA driver was found on this machine; the cuda backend needs one of release 580 or newer"
 _GONE = "the device is of no more use to this process, start again"
 
@@ -40,9 +43,10 @@ class Driver:
         described = self.bindings.cuGetErrorString(status)[1]
         if described:
             text = f" ({described.decode()})"
+        if code == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise DeviceMemoryError(f"{what} failed: {name} answered {code}{text}; {HELPFUL_FLAGS}")
         end = f"; {_GONE}" if code in _FATAL else ""
-        kind = DeviceMemoryError if code == "CUDA_ERROR_OUT_OF_MEMORY" else DeviceError
-        raise kind(f"{what} failed: {name} answered {code}{text}{end}")
+        raise DeviceError(f"{what} failed: {name} answered {code}{text}{end}")
 
 
 @cache

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec, arch_for, capability_of
 from ninfer_runtime.backends.cuda.device import Array, DeviceError, DeviceMemoryError, Event, Grid, Stream
-from ninfer_runtime.backends.cuda.driver import Driver, driver
+from ninfer_runtime.backends.cuda.driver import HELPFUL_FLAGS, Driver, driver
 
 _MIB = 1 << 20
 _FIRST_WITH_PDL = 90
-_HELPFUL_FLAGS = "lower --max-context, --kv-capacity or --prefill-chunk"
 _ATTRIBUTES = {
     "major": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
     "minor": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
@@ -30,7 +29,7 @@ def short_of_memory(what: str, n_bytes: int, free: int, total: int, where: str) 
     missing = max(0, n_bytes - free) / _MIB
     return (
         f"{what} of {n_bytes / _MIB:.0f} MiB does not fit on {where}: {free / _MIB:.0f} of {total / _MIB:.0f} MiB are "
-        f"free, {missing:.0f} MiB are missing; {_HELPFUL_FLAGS}"
+        f"free, {missing:.0f} MiB are missing; {HELPFUL_FLAGS}"
     )
 
 
