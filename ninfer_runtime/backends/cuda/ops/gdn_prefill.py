@@ -98,7 +98,7 @@ class GdnOutputParams(ctypes.Structure):
 def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
     chunks = 2 * _TILE_BYTES + 2 * _MATRIX + 3 * _SCALAR_BYTES
     state = 2 * (2 * _TILE_BYTES + _STATE_WARPS * CHUNK * 16 * 2 + 2 * _SCALAR_BYTES)
-    output = 3 * _TILE_BYTES + _STATE_BYTES + 3 * _SCALAR_BYTES
+    output = 2 * _TILE_BYTES + _STATE_BYTES + 3 * _SCALAR_BYTES
 
     def spec(name: str, threads: int, shared: int, min_blocks: int) -> KernelSpec:
         constants = (*geometry.defines, ("BLOCK_SHARED", shared))
@@ -108,7 +108,7 @@ def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec, K
         spec("convolve", 256, 0, 3),
         spec("chunks", 256, chunks, 3),
         spec("state", 32 * _STATE_WARPS, state, 1),
-        spec("output", 128, output, 1),
+        spec("output", 128, output, 3),
     )
 
 
