@@ -103,24 +103,18 @@ struct Copies {
     uint32_t source;   // byte of the chunk from p.x on
     int valid_passes;  // passes whose token exists
 
-    // Copies one stage to `slot` of the ring and goes on to the next.
-    DEVICE void copy(const LinearLargeParams& p, unsigned char* slot) {
+    // Copies one stage to `slot` of the ring and goes on to the next; zeros when not `valid`. No branch: a stage is one
+    // basic block, so that copies, operands and products are scheduled into each other.
+    DEVICE void copy(const LinearLargeParams& p, unsigned char* slot, bool valid) {
         const int token = static_cast<int>(threadIdx.x) / STAGE_CHUNKS;
         const int chunk = static_cast<int>(threadIdx.x) % STAGE_CHUNKS;
         unsigned char* to = slot + (chunk / 8) * GROUP_BYTES + token * 128 + ((chunk % 8) ^ (token & 1) * 4) * 16;
-        const unsigned char* x = reinterpret_cast<const unsigned char*>(p.x);
+        const unsigned char* from = reinterpret_cast<const unsigned char*>(p.x) + source;
         const uint32_t pass_bytes = TOKENS_PER_PASS * 2 * p.x_stride;
-        if (valid_passes >= CHUNKS) {
-            x += source;
+        const int passes = valid ? valid_passes : 0;
 #pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) cp_async_16(to + i * TOKENS_PER_PASS * 128, x + i * pass_bytes);
-        } else {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                const bool valid = i < valid_passes;
-                cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, x + (valid ? source + i * pass_bytes : 0), valid);
-            }
-        }
+        for (int i = 0; i < CHUNKS; ++i)
+            cp_async_16_zfill(to + i * TOKENS_PER_PASS * 128, from + i * pass_bytes, i < passes);
         source += STAGE_COLUMNS * 2;
     }
 };
@@ -143,7 +137,7 @@ DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, cons
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (i < n) {
-            copies.copy(p, ring + i * STAGE_BYTES);
+            copies.copy(p, ring + i * STAGE_BYTES, true);
             if (step) cp_async_4(ring + i * STAGE_BYTES + TOKEN_BYTES + threadIdx.x * 4, scales + i * step);
         }
         cp_async_commit();
@@ -350,13 +344,12 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                 }
             }
             if (half == 0) {
-                if (left >= STAGES) {
-                    copies.copy(p, free_slot);
-                    if (!IDLE && Lane::STAGED_SCALES && warp_index() < ROW_WARPS)
-                        cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
-                                   tiles + ((lane < 16 ? at[0] : at[1]) + (STAGES - 1) * ROW_STAGE_BYTES +
-                                            Lane::Layout::SCALES_AT + lane % 16 * 4));
-                }
+                const bool valid = left >= STAGES;
+                copies.copy(p, free_slot, valid);
+                if (!IDLE && Lane::STAGED_SCALES && warp_index() < ROW_WARPS)
+                    cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
+                               tiles + ((lane < 16 ? at[0] : at[1]) + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) +
+                                        Lane::Layout::SCALES_AT + lane % 16 * 4));
                 cp_async_commit();
             }
             if (half == 3) slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
