@@ -58,7 +58,6 @@ constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0))
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
-constexpr float QUERY_STEPS = 127.0f * 256.0f;
 constexpr int UNROLL_V = TILES == 1 ? 2 : 1;
 
 static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
@@ -159,10 +158,8 @@ DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) 
 // scales; BF16 words.
 DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* scales, int row) {
     const int lane = lane_id();
-    if (!KV_INT8) {
-        *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
-        return;
-    }
+#if KV_INT8
+    constexpr float QUERY_STEPS = 127.0f * 256.0f;
     const float largest = group_magnitude(x);
     const float inverse = largest == 0.0f ? 0.0f : QUERY_STEPS / largest;
     int high[LANE_DIMS], low[LANE_DIMS];
@@ -179,6 +176,9 @@ DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* sc
                                                                  pack_bytes(low[4], low[5], low[6], low[7])};
     if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
         scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = largest / QUERY_STEPS * SCORE_SCALE;
+#else
+    *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
+#endif
 }
 
 // A new token's key or value through the codec: into its page, and into `fresh` for the stage that it belongs to.
@@ -259,12 +259,13 @@ DEVICE void insert_new(const uint8_t* fresh, uint8_t* plane, int first_key, int 
         uint8_t* const to = plane + key * KEY_BYTES + 16 * (IS_K ? k_chunk(key, chunk) : v_chunk(key, chunk));
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(codes + (key + shift) * KEY_BYTES + 16 * chunk);
     }
-    if (!KV_INT8) return;
+#if KV_INT8
     // From the first new key on; the scale next to the last cached one may have come along with anything in it.
     const uint2* const scales = reinterpret_cast<const uint2*>(fresh + 2 * COLUMNS * KEY_BYTES) + (IS_K ? 0 : COLUMNS);
     for (int key = first + static_cast<int>(threadIdx.x); key < STAGE_KEYS; key += THREADS)
         reinterpret_cast<uint2*>(plane + STAGE_KEYS * KEY_BYTES)[key] =
             key < first + n_new ? scales[key + shift] : uint2{0, 0};
+#endif
 }
 
 // The A fragments of one tile and one half of the head. A lane takes 16 bytes of a row at a time, and of the keys
@@ -335,12 +336,13 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float
         }
 #endif
     }
-    if (KV_INT8) return;
+#if !KV_INT8
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[tile][i] *= SCORE_SCALE;
     }
+#endif
 }
 
 // The warp's keys of a stage: scores over its half of the head into scores[part][row][key].
