@@ -324,6 +324,7 @@ DEVICE int64_t row_begin(int token, int stride, int head, int row) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_prefill(const __grid_constant__ AttentionPrefillParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
+    STATIC_SHARED(int, parked[2]);  // slot and left, which the loop over keys has no registers for
     uint8_t* const v_planes = shared + SHARED_V;
     uint8_t* const weights = shared + SHARED_WEIGHTS;
     float* const factors = reinterpret_cast<float*>(shared + SHARED_FACTORS);
@@ -340,9 +341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     while (left > 0) {
         const int end = minimum(tile_units(p, tile), unit + left);
-        // Few values live through the loop below: it needs every register.
         const int slot = unit == 0 && end == tile_units(p, tile) ? WHOLE : 2 * part + (unit == 0 ? 1 : 0);
         left -= end - unit;
+        if (threadIdx.x == 0) parked[0] = slot, parked[1] = left;
         Request k_request, v_request;
         k_request.begin(p, head, unit, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw);
         cp_async_commit();
@@ -396,8 +397,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 const int row = Mixer::first_row() + 16 * m + 8 * half + g, dim = Mixer::first_dim() + 2 * t;
                 const int tile_row = tile * TILE_ROWS + row, token = tile_row / RATIO;
                 const float(&acc)[8][4] = mixer.acc[m];
-                if (slot != WHOLE) {
-                    float* const to = p.partial + (static_cast<int64_t>(slot) * TILE_ROWS + row) * HEAD_DIM + dim;
+                if (parked[0] != WHOLE) {
+                    float* const to = p.partial + (static_cast<int64_t>(parked[0]) * TILE_ROWS + row) * HEAD_DIM + dim;
 #pragma unroll
                     for (int n = 0; n < 8; ++n)
                         store_8(to + 8 * n, {__float_as_uint(acc[n][2 * half]), __float_as_uint(acc[n][2 * half + 1])});
@@ -414,10 +415,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
         }
-        if (slot != WHOLE && threadIdx.x < TILE_ROWS)
-            store_8(p.stats + (slot * TILE_ROWS + threadIdx.x) * 2,
+        if (parked[0] != WHOLE && threadIdx.x < TILE_ROWS)
+            store_8(p.stats + (parked[0] * TILE_ROWS + threadIdx.x) * 2,
                     {__float_as_uint(references[threadIdx.x]), __float_as_uint(sums[threadIdx.x])});
         __syncthreads();
+        left = parked[1];
         unit = 0;
         if (++tile == n_tiles(p)) tile = 0, ++head;
     }
