@@ -70,6 +70,34 @@ DEVICE int v_chunk(int key, int chunk) {
     return KV_INT8 ? chunk ^ (key >> 2 & 3) << 1 : chunk ^ ((key & 1) | (key >> 2 & 3) << 1);
 }
 
+// What the division of work needs of a row, in shared memory: one load per row instead of one after the other.
+struct RowSpan {
+    int start;
+    int n_columns;
+    int n_units;
+};
+
+DEVICE void load_spans(const AttentionDecodeParams& p, RowSpan* spans) {
+    const int row = static_cast<int>(threadIdx.x);
+    if (row < MAX_ROWS) {
+        RowSpan span = {0, 0, 0};
+        if (row < p.n_rows) {
+            span.start = p.rows[row].start;
+            span.n_columns = p.rows[row].n_columns;
+        }
+        if (span.n_columns > 0) span.n_units = ceil_div(span.start + span.n_columns, STAGE_KEYS);
+        spans[row] = span;
+    }
+    __syncthreads();
+}
+
+// Units of the rows below `end`, all KV heads.
+DEVICE int count_units(const RowSpan* spans, int end) {
+    int total = 0;
+    for (int row = 0; row < end; ++row) total += N_KV_HEADS * spans[row].n_units;
+    return total;
+}
+
 // A unit of work: STAGE_KEYS keys of one KV head of one row.
 struct Cursor {
     int row;
@@ -79,46 +107,33 @@ struct Cursor {
     int n_columns;
     int n_units;
 
-    DEVICE void enter_row(const AttentionDecodeParams& p, int index) {
+    DEVICE void enter_row(const RowSpan* spans, int index) {
         row = index;
         start = n_columns = n_units = 0;
-        if (row >= p.n_rows) return;
-        n_columns = p.rows[row].n_columns;
-        start = p.rows[row].start;
-        n_units = n_columns > 0 ? ceil_div(start + n_columns, STAGE_KEYS) : 0;
+        if (row < MAX_ROWS) start = spans[row].start, n_columns = spans[row].n_columns, n_units = spans[row].n_units;
     }
 
-    DEVICE void seek(const AttentionDecodeParams& p, int index) {
-        enter_row(p, 0);
+    DEVICE void seek(const RowSpan* spans, int index) {
+        enter_row(spans, 0);
         while (index >= N_KV_HEADS * n_units) {
             index -= N_KV_HEADS * n_units;
-            enter_row(p, row + 1);
+            enter_row(spans, row + 1);
         }
         head = index / n_units;
         unit = index % n_units;
     }
 
-    DEVICE void advance(const AttentionDecodeParams& p) {
+    DEVICE void advance(const RowSpan* spans) {
         if (++unit < n_units) return;
         unit = 0;
         if (++head < N_KV_HEADS) return;
         head = 0;
-        do enter_row(p, row + 1);
-        while (n_units == 0 && row < p.n_rows);
+        do enter_row(spans, row + 1);
+        while (n_units == 0 && row < MAX_ROWS);
     }
 
     DEVICE int first_key() const { return unit * STAGE_KEYS; }
 };
-
-DEVICE int count_units(const AttentionDecodeParams& p) {
-    int total = 0;
-    Cursor cursor;
-    for (int row = 0; row < p.n_rows; ++row) {
-        cursor.enter_row(p, row);
-        total += N_KV_HEADS * cursor.n_units;
-    }
-    return total;
-}
 
 struct Source {
     int64_t row;  // of the planes
@@ -503,6 +518,7 @@ DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
+    STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
     STATIC_SHARED(float, factors[16 * TILES]);
     STATIC_SHARED(Cursor, current[1]);  // the segment being worked on: in registers it would be spilled
     STATIC_SHARED(Cursor, ahead[1]);    // of the unit whose source was found last; thread 0 moves it, to spare registers
@@ -517,7 +533,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
 
     const int block = static_cast<int>(blockIdx.x);
-    const int total = count_units(p), n_parts = minimum(p.n_parts, total);
+    load_spans(p, spans);
+    const int total = count_units(spans, p.n_rows), n_parts = minimum(p.n_parts, total);
     if (block >= n_parts) {
         grid_dependency_wait();
         return;
@@ -527,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Old tokens' pages do not depend on the launch before this one: request the first units ahead of the wait.
     {
         Cursor next;
-        next.seek(p, part_begin(block, n_parts, total));
+        next.seek(spans, part_begin(block, n_parts, total));
         if (threadIdx.x == 0) current[0] = next;
         const int first_row = next.row;
         Source source = source_of(p, next);
@@ -535,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         cp_async_commit();
         request_plane<false>(v_planes, p.v, p.v_scales, source);
         if (n_units > 1) {
-            next.advance(p);
+            next.advance(spans);
             source = source_of(p, next);
             request_plane<true>(k_planes + PLANE_BYTES, p.k, p.k_scales, source);
         }
@@ -577,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             cp_async_wait<1>();
             __syncthreads();
             if (threadIdx.x == 0 && scores_next && unit + 3 < n_units) {
-                ahead[0].advance(p);
+                ahead[0].advance(spans);
                 sources[(unit + 3) % 4] = source_of(p, ahead[0]);
             }
             const bool new_k = scores_next && k_key + STAGE_KEYS > start, new_v = mixes && v_key + STAGE_KEYS > start;
@@ -608,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();
         if (threadIdx.x == 0) {
             current[0].unit += end - done - 1;
-            current[0].advance(p);
+            current[0].advance(spans);
         }
         done = end;
     }
@@ -636,28 +653,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_combine(const __grid_constant__ AttentionDecodeParams p) {
     STATIC_SHARED(float, values[WARPS * COMBINE_DIMS]);
     STATIC_SHARED(float, stats[WARPS * 2]);
+    STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
     const int column = static_cast<int>(blockIdx.y), row_index = column / COLUMNS, i = column % COLUMNS;
     const int head = static_cast<int>(blockIdx.x) / (HEAD_DIM / COMBINE_DIMS);
     const int first_dim = static_cast<int>(blockIdx.x) % (HEAD_DIM / COMBINE_DIMS) * COMBINE_DIMS;
     const int dim = head * HEAD_DIM + first_dim + static_cast<int>(threadIdx.x);  // of this thread when it stores
     uint16_t* const out = p.out + static_cast<int64_t>(column) * p.out_stride;
-    const int total = count_units(p), n_parts = minimum(p.n_parts, total);
-    int first_unit = 0;
-    Cursor at;
-    at.enter_row(p, 0);
-    while (at.row < row_index) {
-        first_unit += N_KV_HEADS * at.n_units;
-        at.enter_row(p, at.row + 1);
-    }
+    load_spans(p, spans);
+    const int total = count_units(spans, p.n_rows), n_parts = minimum(p.n_parts, total);
+    const int n_units = spans[row_index].n_units;
+    const int first_unit = count_units(spans, row_index) + head / RATIO * n_units;
+    const bool stores = threadIdx.x < COMBINE_DIMS;
+    float gate = 0.0f;  // older than the launch before this one
+    if (stores) gate = bf16_to_float(p.gv[static_cast<int64_t>(column) * p.gv_stride + dim]);
     grid_dependency_wait();
     grid_dependency_launch();
-    if (i >= at.n_columns) {
-        if (threadIdx.x < COMBINE_DIMS) out[dim] = 0;
+    if (i >= spans[row_index].n_columns) {
+        if (stores) out[dim] = 0;
         return;
     }
-    first_unit += head / RATIO * at.n_units;
     const int segment = row_index * N_KV_HEADS + head / RATIO, row = i * RATIO + head % RATIO;
-    const int last = part_of(first_unit + at.n_units - 1, n_parts, total) + segment;
+    const int last = part_of(first_unit + n_units - 1, n_parts, total) + segment;
     const int lane = lane_id(), warp = warp_index();
     Merged merged = {NO_SCORE, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll 4
@@ -680,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (lane == 0) stats[2 * warp] = merged.largest, stats[2 * warp + 1] = merged.sum;
     }
     __syncthreads();
-    if (threadIdx.x >= COMBINE_DIMS) return;
+    if (!stores) return;
     float largest = stats[0], sum = 0.0f, value = 0.0f;
     for (int w = 1; w < WARPS; ++w) largest = fmaxf(largest, stats[2 * w]);
     for (int w = 0; w < WARPS; ++w) {
@@ -689,6 +705,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         value += values[w * COMBINE_DIMS + static_cast<int>(threadIdx.x)] * factor;
     }
     const float mixed = bf16_to_float(float_to_bf16(sum == 0.0f ? 0.0f : value / sum));
-    const float gate = bf16_to_float(p.gv[static_cast<int64_t>(column) * p.gv_stride + dim]);
     out[dim] = float_to_bf16(mixed * sigmoid(gate));
 }
