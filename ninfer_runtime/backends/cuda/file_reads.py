@@ -8,11 +8,10 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ninfer_format.errors import StorageError
 from ninfer_format.hashing import read_exactly
@@ -54,8 +53,7 @@ def _library() -> ctypes.CDLL:
     raise StorageError("this system's C library has no asynchronous reads; the cuda backend needs glibc")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """``n_bytes`` from file offset ``begin`` to memory at ``address``."""
 
     begin: int
@@ -71,6 +69,7 @@ class FileReads:
         # Requests of one descriptor are done one after the other.
         self._streams = [open_regular(path) for _ in range(n_parallel)]
         self._turn = 0
+        self._idle: list[_Request] = []
         self._started: dict[int, list[tuple[_Request, Run]]] = {}
 
     def __enter__(self) -> Self:
@@ -88,8 +87,12 @@ class FileReads:
                 self._read_rest(descriptor, run, 0)
                 continue
             self._turn = (self._turn + 1) % len(self._streams)
-            request = _Request(
-                fildes=descriptor, buf=run.address, nbytes=run.n_bytes, offset=run.begin, sigev_notify=_SIGEV_NONE
+            request = self._idle.pop() if self._idle else _Request(sigev_notify=_SIGEV_NONE)
+            request.fildes, request.buf, request.nbytes, request.offset = (
+                descriptor,
+                run.address,
+                run.n_bytes,
+                run.begin,
             )
             if self._calls.aio_read(ctypes.byref(request)):
                 raise StorageError(f"reading at byte {run.begin} failed: {os.strerror(ctypes.get_errno())}")
@@ -104,10 +107,11 @@ class FileReads:
             requests.pop()
             failed = self._calls.aio_error(ctypes.byref(request))
             n_read = self._calls.aio_return(ctypes.byref(request))
+            self._idle.append(request)
             if failed:
                 raise StorageError(f"reading at byte {run.begin} failed: {os.strerror(failed)}")
             if n_read < run.n_bytes:
-                self._read_rest(request.fildes, run, n_read)
+                self._read_rest(self._streams[0].fileno(), run, n_read)
         del self._started[ticket]
 
     def _until_done(self, request: _Request) -> None:

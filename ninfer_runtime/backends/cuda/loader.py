@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ MAX_STAGING_BYTES = 64 << 20
 """What one upload should stage at most; larger ones work, and take as much device memory during the load."""
 
 _MAX_READERS = 16
-_COPY_LAG = 4  # copies still queued when a buffer is filled again: the copy engine never waits for the host
+_COPY_LAG = 3  # copies still queued when a buffer is filled again: the copy engine never waits for the host
 _N_STAGING = 3
 _STAGING_ALIGNMENT = 256
 
@@ -76,8 +77,7 @@ class LoadReport:
         return self.n_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A piece, or as much of one as fits a buffer; ``at`` is its place in the buffer."""
 
     upload: int
@@ -108,9 +108,10 @@ def _chunks(uploads: Sequence[Upload], chunk_bytes: int) -> Iterator[list[_Part]
 
 @dataclass(slots=True)
 class _Buffer:
-    """Pinned memory; ``copied`` is behind the copies of what was read into it last."""
+    """Pinned memory at ``address``; ``copied`` is behind the copies of what was read into it last."""
 
     memory: NDArray[np.uint8]
+    address: int
     copied: Event
 
 
@@ -133,7 +134,7 @@ class _Ring:
         """A buffer that nothing uses; None when there is none yet and ``wait`` is not set."""
         if self._coming and (self._coming[0].done() or (wait and not self._copying)):
             self._made.append(self._coming.popleft().result())
-            return _Buffer(self._made[-1], self._device.event())
+            return _Buffer(self._made[-1], self._made[-1].ctypes.data, self._device.event())
         if len(self._copying) > _COPY_LAG or (wait and self._copying):
             buffer = self._copying.popleft()
             buffer.copied.synchronize()
@@ -217,14 +218,14 @@ def load(
 ) -> LoadReport:
     """Run all uploads, in order; everything has ended when it returns.
 
-    ``readers`` threads read (default: the cores, at most 16). Raises StorageError when the file became shorter or
-    cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
+    ``readers`` threads read (default: all cores but one, at most 16). Raises StorageError when the file became shorter
+    or cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
     """
     started = time.perf_counter()
     uploads = [upload for upload in uploads if upload.n_bytes]
     n_bytes = sum(upload.n_bytes for upload in uploads)
     chunk_bytes = up(min(chunk_bytes, max(n_bytes, 1)), _STAGING_ALIGNMENT)
-    readers = readers or max(1, min(available_cores(), _MAX_READERS, -(-n_bytes // chunk_bytes)))
+    readers = readers or max(1, min(available_cores() - 1, _MAX_READERS, -(-n_bytes // chunk_bytes)))
     try:
         mover = _Mover(device, uploads)
     except DeviceMemoryError as error:
@@ -251,8 +252,7 @@ def _run(chunks: Iterable[Sequence[_Part]], reads: FileReads, ring: _Ring, mover
     while following or reading:
         while following and (buffer := ring.take(wait=not reading)) is not None:
             number, parts = following
-            address = buffer.memory.ctypes.data
-            reads.start(number, [Run(part.begin, part.n_bytes, address + part.at) for part in parts])
+            reads.start(number, [Run(part.begin, part.n_bytes, buffer.address + part.at) for part in parts])
             reading.append((number, parts, buffer))
             following = next(coming, None)
         number, parts, buffer = reading.popleft()
