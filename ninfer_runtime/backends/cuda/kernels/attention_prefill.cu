@@ -418,8 +418,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (parked[0] != WHOLE && threadIdx.x < TILE_ROWS)
             store_8(p.stats + (parked[0] * TILE_ROWS + threadIdx.x) * 2,
                     {__float_as_uint(references[threadIdx.x]), __float_as_uint(sums[threadIdx.x])});
-        __syncthreads();
         left = parked[1];
+        __syncthreads();
         unit = 0;
         if (++tile == n_tiles(p)) tile = 0, ++head;
     }
