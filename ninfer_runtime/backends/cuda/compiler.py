@@ -26,7 +26,16 @@ KERNEL_FOLDER = HERE / "kernels"
 INCLUDE_FOLDER = HERE / "include"
 
 # No fast-math and no flush to zero: the reference has denormals and IEEE division.
-_OPTIONS = ("-std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=true", "--ptxas-options=-v")
+# Without the second one NVRTC 13.0 takes a lambda inside a kernel for host code.
+_OPTIONS = (
+    "-std=c++17",
+    "--device-as-default-execution-space",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    "--fmad=true",
+    "--ptxas-options=-v",
+)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _WARNING = re.compile(r"(?:^|[ :])warning\b")
 _ARCH = re.compile(r"sm_(\d+)a?")
