@@ -105,8 +105,8 @@ DEVICE void adjust(const Column& column, int id, int first_entry, int end, const
     }
 }
 
-// Calls visit(id, near, exact) for every segment of N chunks, `stride` apart, warp-wide: the lane's four ids from `id`
-// on, as float32 (rounded where adjusted), and as float64 by exact(i). N chunks of raw logits are loaded at once.
+// Calls visit(id, near, value) for every segment of N chunks, `stride` apart, warp-wide: the lane's four ids from `id`
+// on, as float32 (rounded where adjusted) and as float64. N chunks of raw logits are loaded at once.
 template <int N, typename Visit>
 DEVICE void for_chunks(const Column& column, int first_chunk, int stride, int n_chunks, Visit visit) {
     constexpr int SEGMENTS = CHUNK / SEGMENT;
@@ -126,7 +126,10 @@ DEVICE void for_chunks(const Column& column, int first_chunk, int stride, int n_
             for (int s = 0; s < SEGMENTS; ++s) {
                 const float(&here)[4] = near[c][s];
                 const int id = (first_chunk + c * stride) * CHUNK + s * SEGMENT + lane;
-                visit(id, here, [&](int i) { return static_cast<double>(here[i]); });
+                double value[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) value[i] = static_cast<double>(here[i]);
+                visit(id, here, value);
             }
         return;
     }
@@ -142,7 +145,7 @@ DEVICE void for_chunks(const Column& column, int first_chunk, int stride, int n_
             adjust(column, id, first_entry, (chunk + 1) * CHUNK, near, value);
 #pragma unroll
             for (int i = 0; i < 4; ++i) near[i] = static_cast<float>(value[i]);
-            visit(id, near, [&](int i) { return value[i]; });
+            visit(id, near, value);
         }
     }
 }

@@ -112,7 +112,7 @@ DEVICE double likely_weight(const Column& column, Selection& s, const RowInput& 
     const float inverse = static_cast<float>(inverse_of(in.temperature)), least = static_cast<float>(in.min_p);
     uint64_t mass = 0;
     for (int chunk = warp_index(); chunk < n_chunks; chunk += 2 * WARPS)
-        for_chunks<2>(column, chunk, WARPS, n_chunks, [&](int, const float(&near)[4], auto) {
+        for_chunks<2>(column, chunk, WARPS, n_chunks, [&](int, const float(&near)[4], const double(&)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (weight_of(near[i], largest, inverse) >= least) mass += mass_of(near[i], largest, inverse);

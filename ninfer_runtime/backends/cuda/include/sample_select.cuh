@@ -206,7 +206,7 @@ DEVICE void fill_bins(const Column& column, Selection& s, uint32_t low, uint32_t
                       int n_chunks, BinOf bin_of) {
     clear_bins(s, WITH_MASS);
     for (int chunk = warp_index(); chunk < n_chunks; chunk += 2 * WARPS)
-        for_chunks<2>(column, chunk, WARPS, n_chunks, [&](int, const float(&near)[4], auto) {
+        for_chunks<2>(column, chunk, WARPS, n_chunks, [&](int, const float(&near)[4], const double(&)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint32_t key = key_of(near[i]);
@@ -259,14 +259,14 @@ DEVICE int gather(const Column& column, Selection& s, uint32_t low, uint32_t hig
         if (s.chunk_key[chunk] >= low) s.chunk_list[atomicAdd(&s.n_chunks, 1u)] = chunk;
     __syncthreads();
     for (int entry = warp_index(); entry < static_cast<int>(s.n_chunks); entry += WARPS)
-        for_chunk(column, s.chunk_list[entry], [&](int id, const float(&near)[4], auto exact) {
+        for_chunk(column, s.chunk_list[entry], [&](int id, const float(&near)[4], const double(&value)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint32_t key = key_of(near[i]);
                 if (key < low || key > high) continue;
                 const uint32_t at = atomicAdd(&s.n_found, 1u);
                 if (at >= CAPACITY) continue;
-                s.value[at] = exact(i);
+                s.value[at] = value[i];
                 s.id[at] = id + i;
             }
         });
@@ -282,7 +282,7 @@ DEVICE void gather_ties(const Column& column, Selection& s, uint32_t key, uint32
         const int chunk = begin + warp_index();
         uint32_t here = 0;
         if (chunk < n_chunks)
-            for_chunk(column, chunk, [&](int, const float(&near)[4], auto) {
+            for_chunk(column, chunk, [&](int, const float(&near)[4], const double(&)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) here += key_of(near[i]) == key;
             });
@@ -290,7 +290,7 @@ DEVICE void gather_ties(const Column& column, Selection& s, uint32_t key, uint32
         here = warp_sum(here);
         uint32_t rank = seen + shfl(exclusive_sum(lane_id() == 0 ? here : 0u, s.warp_count), 0);
         if (chunk < n_chunks)
-            for_chunk(column, chunk, [&](int id, const float(&near)[4], auto exact) {
+            for_chunk(column, chunk, [&](int id, const float(&near)[4], const double(&value)[4]) {
                 uint32_t own = 0;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) own += key_of(near[i]) == key;
@@ -306,7 +306,7 @@ DEVICE void gather_ties(const Column& column, Selection& s, uint32_t key, uint32
                 for (int i = 0; i < 4; ++i) {
                     if (key_of(near[i]) != key) continue;
                     if (at >= first && at < first + n) {
-                        s.value[to + at - first] = exact(i);
+                        s.value[to + at - first] = value[i];
                         s.id[to + at - first] = id + i;
                     }
                     ++at;

@@ -117,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (!column.is_raw()) {
         best = -static_cast<double>(infinite());
         best_id = NO_ID;
-        for_chunk(column, chunk, [&](int id, const float(&)[4], auto exact) {
+        for_chunk(column, chunk, [&](int id, const float(&)[4], const double(&value)[4]) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                if (exact(j) > best) {
-                    best = exact(j);
+                if (value[j] > best) {
+                    best = value[j];
                     best_id = id + j;
                 }
         });
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const float inverse = static_cast<float>(inverse_of(in.temperature));
         const float reference = best_id == NO_ID ? 0.0f : static_cast<float>(best);
         float sum = 0.0f;
-        for_chunk(column, chunk, [&](int, const float(&near)[4], auto) {
+        for_chunk(column, chunk, [&](int, const float(&near)[4], const double(&)[4]) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum += weight_of(near[j], reference, inverse);
         });
