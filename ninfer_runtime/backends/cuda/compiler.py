@@ -102,22 +102,25 @@ def capability_of(arch: str) -> int:
     return int(match[1])
 
 
+@cache
+def _fallback_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="ninfer-kernels-"))
+
+
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``$NINFER_CACHE``, ``$XDG_CACHE_HOME/ninfer`` or ``~/.cache/ninfer``."""
     if own := os.environ.get("NINFER_CACHE"):
         return Path(own) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ninfer" / "kernels"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "ninfer" / "kernels"
+    except RuntimeError:  # a user without a home
+        return _fallback_folder()
 
 
 def say(line: str) -> None:
     """One line on stderr."""
     sys.stderr.write(line + "\n")
-
-
-@cache
-def _fallback_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="ninfer-kernels-"))
 
 
 def usable_folder(folder: Path, report: Callable[[str], None] = say) -> Path:

@@ -185,6 +185,13 @@ def test_cache_folder_follows_the_environment(
     assert cache_folder() == Path(folder)
 
 
+def test_user_without_a_home_gets_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NINFER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    assert usable_folder(cache_folder()) == cache_folder()
+
+
 def test_refused_source_is_one_line_with_variant_target_complaint_and_log(tmp_path: Path) -> None:
     write_sources(tmp_path)
     (tmp_path / "kernels" / "copy.cu").write_text('extern "C" __global__ void copy() { nonsense; }\n// more\n')
