@@ -74,8 +74,7 @@ def bench_ops(options: BenchOptions, context: int, rounds: int, output: Output) 
 
 def bench_load(options: BenchOptions, output: Output) -> int:
     """``load/…``; the exit code."""
-    results = tuple(_said(load(options)))
-    return _report(_measured(options, Room(), lambda _: iter(results)), output)
+    return _report(_measured(options, Room(), lambda run: iter(()), and_load=True), output)
 
 
 def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, output: Output) -> int:
@@ -95,8 +94,7 @@ def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, outpu
         if late is not None and (result := attention(run, late, options.seed)) is not None:
             yield result
 
-    loaded = tuple(_said(load(options)))
-    return _report(_measured(options, room, measure, before=loaded), output)
+    return _report(_measured(options, room, measure, and_load=True), output)
 
 
 def _room(rooms: Any) -> Room:
@@ -106,8 +104,8 @@ def _room(rooms: Any) -> Room:
     return total
 
 
-def _measured(options: BenchOptions, room: Room, measure: Measure, before: tuple[Result, ...] = ()) -> Record:
-    """Create the program, measure the roofs on the same device, then the rest."""
+def _measured(options: BenchOptions, room: Room, measure: Measure, *, and_load: bool = False) -> Record:
+    """Create the program, measure the roofs on the same device, then the rest; loading after the program has gone."""
     with running(options, room) as run:
         say(f"started {run.identity} in {run.create_seconds:.1f} s")
         device: Device | None = getattr(run.program, "device", None)
@@ -115,17 +113,19 @@ def _measured(options: BenchOptions, room: Room, measure: Measure, before: tuple
         say("limits " + ", ".join(f"{name} {value}" for name, value in limits.to_json().items()))
         wrong = finite_logits(run, min(256, room.context // 2), options.seed)
         notes = (f"raw logits of one round: {wrong or 'finite'}", f"backend {options.backend}, {run.kv_dtype} KV")
-        results = (*before, *_said(measure(run), limits))
+        results = list(_said(measure(run), limits))
         if wrong:
-            results = (*results, Result(f"check/{run.identity}/logits", 0.0, "good", problem=wrong))
+            results.append(Result(f"check/{run.identity}/logits", 0.0, "good", problem=wrong))
         name = platform.machine() if device is None else device.name.partition("\0")[0].strip()
-        return Record(name, limits, results, current_commit(), notes=notes)
+    if and_load:
+        results += _said(load(options), limits)
+    return Record(name, limits, tuple(results), current_commit(), notes=notes)
 
 
-def _said(results: Iterator[Result], limits: Limits | None = None) -> Iterator[Result]:
+def _said(results: Iterator[Result], limits: Limits) -> Iterator[Result]:
     """The results, each on stderr as soon as it is there."""
     for result in results:
-        share = None if limits is None else result.share(limits)
+        share = result.share(limits)
         tail = "" if share is None else f", {share:.1%} of {result.limit}"
         say(
             f"{result.id}: {result.value:,.5g} {result.unit}{tail}{' WRONG ' if result.problem else ''}{result.problem}"
