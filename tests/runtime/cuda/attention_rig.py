@@ -126,21 +126,26 @@ class Rig:
         return taken
 
     # ---- the pool on the host -------------------------------------------------------------------
-    def _plane(self, index: int, dtype: type[np.generic], width: int) -> tuple[int, tuple[int, ...], type[np.generic]]:
-        offset = self.layout.plane_offsets[index]
-        shape = (self.n_pages, self.layout.n_kv_heads, PAGE_TOKENS, width)
-        return self.pool + LAYER * self.layout.layer_bytes + offset, shape, dtype
-
     def read_pool(self) -> tuple[NDArray[np.generic], ...]:
-        """The layer's planes: codes (int8 or bf16 words) of K and V, then their float16 scales if there are any."""
-        code = np.int8 if self.format == "int8" else np.uint16
-        planes = [self._plane(i, code, HEAD_DIM) for i in (0, 1)]
-        if self.format == "int8":
-            planes += [self._plane(i, np.float16, HEAD_DIM // SCALE_GROUP) for i in (2, 3)]
-        return tuple(self.get(pointer, dtype, shape) for pointer, shape, dtype in planes)
+        """The layer's planes: codes (int8 or bf16 words) of K and V, then their float16 scales if there are any.
+
+        [page, kv head, 64, 256 or 4]: with V's signs as they are and the groups of a scale last.
+        """
+        base, heads = self.pool + LAYER * self.layout.layer_bytes, (self.n_pages, self.layout.n_kv_heads)
+        offsets = self.layout.plane_offsets
+        if self.format == "bf16":
+            return tuple(self.get(base + offset, np.uint16, (*heads, PAGE_TOKENS, HEAD_DIM)) for offset in offsets[:2])
+        codes = [self.get(base + offset, np.uint8, (*heads, PAGE_TOKENS, HEAD_DIM)) for offset in offsets[:2]]
+        scales = [self.get(base + offset, np.float16, (*heads, 4, PAGE_TOKENS)) for offset in offsets[2:]]
+        flipped = codes[1].view(np.uint8) ^ np.uint8(0x80)
+        return (codes[0].view(np.int8), flipped.view(np.int8), *(plane.swapaxes(2, 3) for plane in scales))
 
     def _write(self, index: int, array: NDArray[np.generic]) -> None:
         pointer = self.pool + LAYER * self.layout.layer_bytes + self.layout.plane_offsets[index]
+        if self.format == "int8" and index == 1:
+            array = array.view(np.uint8) ^ np.uint8(0x80)
+        if index >= 2:
+            array = array.swapaxes(2, 3)
         self.device.upload(pointer, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
     def encoded(self, x: Tensor) -> list[NDArray[np.generic]]:

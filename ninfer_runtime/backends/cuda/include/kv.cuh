@@ -1,5 +1,6 @@
 // Paged keys and values: codec and addresses. Layout: ops/kv_cache.py; formula: specs/kernels.md, "KV pages".
-// A page of one layer and plane is [kv head][64 tokens][256 dims]; int8 codes have one fp16 scale per 64 dims.
+// A page of one layer and plane is [kv head][64 tokens][256 dims]; int8 codes have one fp16 scale per 64 dims, in planes
+// [kv head][4 groups][64 tokens]. Codes of V are stored with their signs flipped: 128 more, unsigned.
 #pragma once
 #include "common.cuh"
 
@@ -14,13 +15,19 @@ DEVICE int64_t kv_row(int page, int n_kv_heads, int head, int token_in_page) {
     return (static_cast<int64_t>(page) * n_kv_heads + head) * PAGE_TOKENS + token_in_page;
 }
 
-// Largest magnitude of the lane's group of 64 dims; NaN if any of them is NaN, so that it reaches the scale.
-DEVICE float group_magnitude(const float (&x)[LANE_DIMS]) {
+// Index of a scale of the token whose row of codes is `row`.
+DEVICE int64_t scale_index(int64_t row, int token_in_page, int group) {
+    return (row - token_in_page) * GROUPS + group * PAGE_TOKENS + token_in_page;
+}
+
+// Largest magnitude of the lane's group of DIMS dims; NaN if any of them is NaN, so that it reaches the scale.
+template <int DIMS>
+DEVICE float magnitude(const float (&x)[LANE_DIMS]) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; ++i) largest = fabsf(x[i]) <= largest ? largest : fabsf(x[i]);
 #pragma unroll
-    for (int mask = 1; mask < SCALE_GROUP / LANE_DIMS; mask <<= 1) {
+    for (int mask = 1; mask < DIMS / LANE_DIMS; mask <<= 1) {
         const float other = shfl_xor(largest, mask);
         largest = other <= largest || largest != largest ? largest : other;
     }
@@ -39,7 +46,7 @@ DEVICE uint32_t pack_bytes(int a, int b, int c, int d) {
 // scale = fp16(max |x| / 127), code = rne(x / scale) by the reciprocal of the stored scale, clamped to +-127.
 DEVICE Int8Row encode_int8(const float (&x)[LANE_DIMS]) {
     Int8Row row;
-    row.scale = float_to_half(group_magnitude(x) / 127.0f);
+    row.scale = float_to_half(magnitude<SCALE_GROUP>(x) / 127.0f);
     const float scale = half_to_float(row.scale);
     const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
     int code[LANE_DIMS];
@@ -49,6 +56,8 @@ DEVICE Int8Row encode_int8(const float (&x)[LANE_DIMS]) {
     row.codes.y = pack_bytes(code[4], code[5], code[6], code[7]);
     return row;
 }
+
+DEVICE uint2 flip_signs(uint2 codes) { return {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u}; }
 
 DEVICE uint4 encode_bf16(const float (&x)[LANE_DIMS]) {
     return {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};

@@ -47,9 +47,10 @@ constexpr int ROW_KEYS = STAGE_KEYS / 16;       // of one row that a lane weighs
 constexpr int SCORE_STRIDE = STAGE_KEYS + 8;    // floats: rows 8 banks apart
 constexpr int WEIGHT_STRIDE = STAGE_KEYS + 16;  // 16-bit words, likewise
 constexpr int QUERY_BYTES = 16 * TILES * 2 * HEAD_DIM;
-constexpr int QUERY_SCALE_BYTES = KV_INT8 ? 16 * TILES * GROUPS * 4 : 0;
+constexpr int QUERY_SCALE_BYTES = KV_INT8 ? 16 * TILES * 4 : 0;
 constexpr int SCORE_BYTES = PARTS * 16 * TILES * SCORE_STRIDE * 4;
-constexpr int SHARED_SCORES = 4 * PLANE_BYTES;  // two K planes, two V planes; queries, or scores and weights; new tokens; scales; turns
+// Shared memory: two K planes, two V planes; queries, or scores and weights; new tokens; queries' scales; turns.
+constexpr int SHARED_SCORES = 4 * PLANE_BYTES;
 constexpr int SHARED_WEIGHTS = SHARED_SCORES + SCORE_BYTES;
 constexpr int WEIGHT_BYTES = 16 * TILES * WEIGHT_STRIDE * 2;
 constexpr int SHARED_NEW =
@@ -58,7 +59,7 @@ constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0))
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
-constexpr int UNROLL_V = TILES == 1 ? 2 : 1;
+constexpr int UNROLL_V = TILES == 3 ? 2 : 4;
 
 static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
 static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
@@ -136,29 +137,33 @@ struct Cursor {
 };
 
 struct Source {
-    int64_t row;  // of the planes
-    int n_keys;   // that are in the cache; the others become zeros
+    int64_t row;        // of the planes
+    int token_in_page;  // of that row
+    int n_keys;         // that are in the cache; the others become zeros
 };
 
 DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
-    const int first = at.first_key();
+    const int first = at.first_key(), token_in_page = first % PAGE_TOKENS;
     const int page = p.page_table[at.row * p.pages_per_row + first / PAGE_TOKENS];
-    return {kv_row(page, N_KV_HEADS, at.head, first % PAGE_TOKENS), at.start - first};
+    return {kv_row(page, N_KV_HEADS, at.head, token_in_page), token_in_page, at.start - first};
 }
 
 template <bool IS_K>
-DEVICE void request_plane(uint8_t* plane, const uint8_t* codes, const uint16_t* scales, Source source) {
-    const uint8_t* const from = codes + source.row * KEY_BYTES;
+DEVICE void request_plane(uint8_t* plane, const uint8_t* codes, const uint16_t* scales, const Source& source) {
+    constexpr int PASS_KEYS = THREADS / CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x), first = thread / CHUNKS, n_keys = source.n_keys;
+    const uint8_t* const from = codes + source.row * KEY_BYTES + 16 * thread;
+    uint8_t* const to = plane + first * KEY_BYTES;
 #pragma unroll
-    for (int n = 0; n < STAGE_KEYS * CHUNKS / THREADS; ++n) {
-        const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
-        const int target = IS_K ? k_chunk(key, chunk) : v_chunk(key, chunk);
-        cp_async_16_zfill(plane + key * KEY_BYTES + 16 * target, from + 16 * index, key < source.n_keys);
+    for (int n = 0; n < STAGE_KEYS / PASS_KEYS; ++n) {
+        const int key = first + n * PASS_KEYS;
+        const int chunk = IS_K ? k_chunk(key, thread % CHUNKS) : v_chunk(key, thread % CHUNKS);
+        cp_async_16_zfill(to + n * PASS_KEYS * KEY_BYTES + 16 * chunk, from + 16 * n * THREADS, key < n_keys);
     }
-    if (KV_INT8 && threadIdx.x < SCALE_BYTES / 16) {
-        const int index = static_cast<int>(threadIdx.x);  // 16 bytes: two keys
-        cp_async_16_zfill(plane + STAGE_KEYS * KEY_BYTES + 16 * index, scales + source.row * GROUPS + 8 * index,
-                          2 * index < source.n_keys);
+    if (KV_INT8 && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
+        const int group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
+        cp_async_16_zfill(plane + STAGE_KEYS * KEY_BYTES + 16 * thread,
+                          scales + scale_index(source.row, source.token_in_page, group) + key, key < n_keys);
     }
 }
 
@@ -169,28 +174,25 @@ DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) 
         turns[index] = turn_of(static_cast<float>(first + index / PAIRS) * p.rope->frequency[index % PAIRS]);
 }
 
-// A query row as the products want it: INT8 codes of 16 bits as high and low bytes, each [16 * TILES][HEAD_DIM], and
-// scales; BF16 words.
+// A query row as the products want it: INT8 codes of 16 bits as high and low bytes, each [16 * TILES][HEAD_DIM], and one
+// scale; BF16 words.
 DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* scales, int row) {
     const int lane = lane_id();
 #if KV_INT8
     constexpr float QUERY_STEPS = 127.0f * 256.0f;
-    const float largest = group_magnitude(x);
+    const float largest = magnitude<HEAD_DIM>(x);
     const float inverse = largest == 0.0f ? 0.0f : QUERY_STEPS / largest;
-    int high[LANE_DIMS], low[LANE_DIMS];
+    uint32_t high[2] = {0, 0}, low[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; ++i) {
-        const int code = float_to_int_rn(x[i] * inverse);
-        high[i] = (code + 128) >> 8;
-        low[i] = code - (high[i] << 8);
+        const int code = float_to_int_rn(x[i] * inverse), rounded = code + 128;  // bytes: code - rounded's, and rounded's
+        high[i / 4] |= (static_cast<uint32_t>(rounded) >> 8 & 0xff) << i % 4 * 8;
+        low[i / 4] |= (static_cast<uint32_t>(code) & 0xff) << i % 4 * 8;
     }
     uint8_t* const target = queries + row * HEAD_DIM + LANE_DIMS * lane;
-    *reinterpret_cast<uint2*>(target) = {pack_bytes(high[0], high[1], high[2], high[3]),
-                                         pack_bytes(high[4], high[5], high[6], high[7])};
-    *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {pack_bytes(low[0], low[1], low[2], low[3]),
-                                                                 pack_bytes(low[4], low[5], low[6], low[7])};
-    if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
-        scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = largest / QUERY_STEPS * SCORE_SCALE;
+    *reinterpret_cast<uint2*>(target) = {high[0], high[1]};
+    *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {low[0], low[1]};
+    if (lane == 0) scales[row] = largest * (SCORE_SCALE / QUERY_STEPS);
 #else
     *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
 #endif
@@ -206,12 +208,13 @@ DEVICE void store_new(const AttentionDecodeParams& p, const float (&x)[LANE_DIMS
     uint8_t* const shared = fresh + index * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
     if (KV_INT8) {
         const Int8Row encoded = encode_int8(x);
-        *reinterpret_cast<uint2*>(shared) = encoded.codes;
-        store_8(global, encoded.codes);
+        const uint2 codes = is_k ? encoded.codes : flip_signs(encoded.codes);
+        *reinterpret_cast<uint2*>(shared) = codes;
+        store_8(global, codes);
         if (lane % (SCALE_GROUP / LANE_DIMS) == 0) {
             const int group = lane / (SCALE_GROUP / LANE_DIMS);
             reinterpret_cast<uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES)[index * GROUPS + group] = encoded.scale;
-            (is_k ? p.k_scales : p.v_scales)[row * GROUPS + group] = encoded.scale;
+            (is_k ? p.k_scales : p.v_scales)[scale_index(row, token % PAGE_TOKENS, group)] = encoded.scale;
         }
     } else {
         const uint4 encoded = encode_bf16(x);
@@ -220,46 +223,40 @@ DEVICE void store_new(const AttentionDecodeParams& p, const float (&x)[LANE_DIMS
     }
 }
 
-// What a segment takes from the projections: the group's query rows (zeros for idle ones), and the keys and values of
-// the columns first_new .. COLUMNS - 1, a warp per head. All loads go out before the first result is needed.
+// What a segment takes from the projections, a warp per head: the group's query rows, and the keys and values of the
+// columns first_new .. end_new - 1. Rows of columns that are not evaluated hold anything: nothing reads their results.
 DEVICE void take_projections(const AttentionDecodeParams& p, const Cursor& at, const Turn* turns, int first_new, int end_new,
                              uint8_t* queries, float* scales, uint8_t* fresh) {
-    constexpr int QUERY_TASKS = 2 * TILES, TASKS = QUERY_TASKS + ceil_div(2 * COLUMNS, WARPS);
     const int lane = lane_id();
+    const int n_queries = RATIO * at.n_columns, n_new = maximum(0, end_new - first_new), n_tasks = n_queries + 2 * n_new;
     const uint4 q_weight = load_16(p.q_norm + LANE_DIMS * lane), k_weight = load_16(p.k_norm + LANE_DIMS * lane);
-    uint4 words[TASKS];
-#pragma unroll
-    for (int n = 0; n < TASKS; ++n) {
-        words[n] = {0, 0, 0, 0};
-        const int task = warp_index() + (n < QUERY_TASKS ? n : n - QUERY_TASKS) * WARPS;
-        if (n < QUERY_TASKS) {
-            const int column = task / RATIO;
-            if (task < ROWS && column < at.n_columns)
-                words[n] = load_16(p.qk + static_cast<int64_t>(at.row * COLUMNS + column) * p.qk_stride +
-                                   (at.head * RATIO + task % RATIO) * HEAD_DIM + LANE_DIMS * lane);
-        } else {
-            const int column = first_new + task / 2;
-            const int64_t from = at.row * COLUMNS + column, head = (N_HEADS + at.head) * HEAD_DIM + LANE_DIMS * lane;
-            if (column < end_new)
-                words[n] = load_16(task % 2 == 0 ? p.qk + from * p.qk_stride + head : p.gv + from * p.gv_stride + head);
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < TASKS; ++n) {
-        const int task = warp_index() + (n < QUERY_TASKS ? n : n - QUERY_TASKS) * WARPS;
+    const auto column_of = [&](int task) {
+        return task < n_queries ? task / RATIO : first_new + (task - n_queries) % n_new;
+    };
+    const auto load = [&](int task) -> uint4 {
+        if (task >= n_tasks) return {0, 0, 0, 0};
+        const int64_t column = at.row * COLUMNS + column_of(task);
+        const int head = task < n_queries ? at.head * RATIO + task % RATIO : N_HEADS + at.head;
+        const uint16_t* const from = task < n_queries + n_new ? p.qk + column * p.qk_stride : p.gv + column * p.gv_stride;
+        return load_16(from + head * HEAD_DIM + LANE_DIMS * lane);
+    };
+    uint4 words = load(warp_index());
+#pragma unroll 1
+    for (int task = warp_index(); task < n_tasks; task += WARPS) {
+        const uint4 following = load(task + WARPS);
+        const int column = column_of(task);
+        const bool is_q = task < n_queries, is_v = task >= n_queries + n_new;
         float x[LANE_DIMS];
-        decode_bf16(x, words[n]);
-        if (n < QUERY_TASKS) {
-            normalize_head(x, q_weight, p.eps);
-            rotate_head(x, turns + minimum(task / RATIO, COLUMNS - 1) * PAIRS);
-            store_query(x, queries, scales, task);
-        } else if (first_new + task / 2 < end_new) {
-            if (task % 2 == 0) {
-                normalize_head(x, k_weight, p.eps);
-                rotate_head(x, turns + (first_new + task / 2) * PAIRS);
-            }
-            store_new(p, x, at, first_new + task / 2, task % 2 == 0, fresh);
+        decode_bf16(x, words);
+        if (!is_v) {
+            normalize_head(x, is_q ? q_weight : k_weight, p.eps);
+            rotate_head(x, turns + column * PAIRS);
         }
+        if (is_q)
+            store_query(x, queries, scales, task);
+        else
+            store_new(p, x, at, column, !is_v, fresh);
+        words = following;
     }
 }
 
@@ -275,11 +272,15 @@ DEVICE void insert_new(const uint8_t* fresh, uint8_t* plane, int first_key, int 
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(codes + (key + shift) * KEY_BYTES + 16 * chunk);
     }
 #if KV_INT8
-    // From the first new key on; the scale next to the last cached one may have come along with anything in it.
-    const uint2* const scales = reinterpret_cast<const uint2*>(fresh + 2 * COLUMNS * KEY_BYTES) + (IS_K ? 0 : COLUMNS);
-    for (int key = first + static_cast<int>(threadIdx.x); key < STAGE_KEYS; key += THREADS)
-        reinterpret_cast<uint2*>(plane + STAGE_KEYS * KEY_BYTES)[key] =
-            key < first + n_new ? scales[key + shift] : uint2{0, 0};
+    // From the first new key on: scales next to the last cached one may have come along with anything in them.
+    const uint16_t* const scales =
+        reinterpret_cast<const uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES) + (IS_K ? 0 : COLUMNS) * GROUPS;
+    for (int i = static_cast<int>(threadIdx.x); i < STAGE_KEYS * GROUPS; i += THREADS) {
+        const int group = i / STAGE_KEYS, key = i % STAGE_KEYS;
+        if (key < first) continue;
+        reinterpret_cast<uint16_t*>(plane + STAGE_KEYS * KEY_BYTES)[i] =
+            key < first + n_new ? scales[(key + shift) * GROUPS + group] : static_cast<uint16_t>(0);
+    }
 #endif
 }
 
@@ -316,9 +317,8 @@ struct Query {
     }
 };
 
-// Scores to base 2 over half of the head: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
-DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float* query_scales, const uint8_t* plane,
-                  int first, int part) {
+// Scores over half of the head, to be scaled per row: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
+DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8_t* plane, int first, int part) {
     const int g = lane_id() / 4, t = lane_id() % 4;
     const uint8_t* const row = plane + (first + g) * KEY_BYTES + part * (KEY_BYTES / PARTS) + 16 * t;
 #pragma unroll
@@ -327,13 +327,11 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float
     for (int step = 0; step < Query::STEPS; ++step) {
         const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_chunk
 #if KV_INT8
-        const uint16_t* const k_scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES) +
-                                         (first + 2 * t) * GROUPS + part * Query::STEPS + step;
-        const float k_scale[2] = {half_to_float(k_scales[0]), half_to_float(k_scales[GROUPS])};
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(
+            plane + STAGE_KEYS * KEY_BYTES + 2 * ((part * Query::STEPS + step) * STAGE_KEYS + first + 2 * t));
+        const float k_scale[2] = {half_lo(scales), half_hi(scales)};
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const float* const scales = query_scales + (16 * tile + g) * GROUPS + part * Query::STEPS + step;
-            const float scale[2] = {scales[0], scales[8 * GROUPS]};
             int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
             mma_s8(high, query[tile].word[step][0], k.x, k.y);
             mma_s8(low, query[tile].low[step][0], k.x, k.y);
@@ -341,7 +339,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float
             mma_s8(low, query[tile].low[step][1], k.z, k.w);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]), scale[i / 2] * k_scale[i % 2], s[tile][i]);
+                s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]), k_scale[i % 2], s[tile][i]);
         }
 #else
 #pragma unroll
@@ -351,23 +349,16 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const float
         }
 #endif
     }
-#if !KV_INT8
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[tile][i] *= SCORE_SCALE;
-    }
-#endif
 }
 
 // The warp's keys of a stage: scores over its half of the head into scores[part][row][key].
-DEVICE void score_unit(float* scores, const Query (&query)[TILES], const float* query_scales, const uint8_t* plane) {
+DEVICE void score_unit(float* scores, const Query (&query)[TILES], const uint8_t* plane) {
     const int g = lane_id() / 4, t = lane_id() % 4, part = warp_index() % PARTS;
 #pragma unroll
     for (int n = 0; n < WARP_KEY_TILES; ++n) {
         const int first = 8 * (WARP_KEY_TILES * (warp_index() / PARTS) + n);
         float s[TILES][4];
-        score(s, query, query_scales, plane, first, part);
+        score(s, query, plane, first, part);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
@@ -381,6 +372,7 @@ DEVICE void score_unit(float* scores, const Query (&query)[TILES], const float* 
 struct Softmax {
     float largest[TILES];  // score so far
     float sum[TILES];      // this lane's part of the weights
+    float scale[TILES];    // of the scores, to base 2
 
     DEVICE static int row_of(int n) { return 2 * (warp_index() + WARPS * n) + static_cast<int>(lane_id()) / 16; }
 
@@ -394,7 +386,7 @@ struct Softmax {
             float s[ROW_KEYS], now = largest[n];
 #pragma unroll
             for (int i = 0; i < ROW_KEYS; ++i) {
-                s[i] = at[i] + at[i + 16 * TILES * SCORE_STRIDE];
+                s[i] = (at[i] + at[i + 16 * TILES * SCORE_STRIDE]) * scale[n];
                 if (first_key + ROW_KEYS * lane + i > start + row / RATIO) s[i] = MASKED;
                 now = fmaxf(now, s[i]);
             }
@@ -445,17 +437,17 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
     for (int step = 0; step < STAGE_KEYS / 16; ++step) {
         uint32_t b[4][2];
 #if KV_INT8
-        const uint16_t* const scales = reinterpret_cast<const uint16_t*>(plane + STAGE_KEYS * KEY_BYTES);
-        uint32_t codes[4], scale[4];
+        const uint2 scales = *reinterpret_cast<const uint2*>(plane + STAGE_KEYS * KEY_BYTES +
+                                                             2 * (warp / 2 * STAGE_KEYS + 16 * step + 4 * t));
+        uint32_t codes[4];
         const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            codes[i] = *reinterpret_cast<const uint32_t*>(at + i * KEY_BYTES) ^ 0x80808080u;
-            scale[i] = scales[(16 * step + 4 * t + i) * GROUPS + warp / 2];
+            codes[i] = *reinterpret_cast<const uint32_t*>(at + i * KEY_BYTES);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t factor = scale[2 * i] | scale[2 * i + 1] << 16;
+            const uint32_t factor = i == 0 ? scales.x : scales.y;
             const uint32_t low = prmt(codes[2 * i], codes[2 * i + 1], 0x5140);   // two keys of dims 0, 1
             const uint32_t high = prmt(codes[2 * i], codes[2 * i + 1], 0x7362);  // of dims 2, 3
             b[0][i] = mul_f16x2(half_codes(low, 0x4140), factor);
@@ -582,6 +574,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             query[tile].load(queries, tile, warp_index() % PARTS);
             softmax.largest[tile] = NO_SCORE;
             softmax.sum[tile] = 0.0f;
+            softmax.scale[tile] = KV_INT8 ? query_scales[Softmax::row_of(tile)] : SCORE_SCALE;
         }
         float acc[TILES][4][4] = {};
 
@@ -605,11 +598,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
             if (mixes && scores_next) {
                 accumulate(acc, weights, factors, v_plane);
-                score_unit(scores, query, query_scales, k_plane);
+                score_unit(scores, query, k_plane);
             } else if (mixes) {
                 accumulate(acc, weights, factors, v_plane);
             } else {
-                score_unit(scores, query, query_scales, k_plane);
+                score_unit(scores, query, k_plane);
             }
             __syncthreads();
             if (scores_next && unit + 3 < n_units)

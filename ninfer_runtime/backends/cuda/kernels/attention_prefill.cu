@@ -37,6 +37,7 @@ constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
 constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on their way: K, then V
 constexpr int RAW_BYTES = TILE_KEYS * HEAD_DIM;
 constexpr int THREAD_CHUNKS = TILE_KEYS * HEAD_DIM * (KV_INT8 ? 1 : 2) / 16 / THREADS;
+constexpr uint32_t K_SIGNS = 0x80808080u;
 constexpr int WHOLE = -1;  // slot of a tile that one part does from its first key to its last
 constexpr float STALE = 8.0f;  // weights are relative to a score that may be this far (to base 2) below the largest
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
@@ -96,7 +97,8 @@ struct Request {
     DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, const uint8_t* codes, const uint16_t* scales,
                       uint8_t* plane, uint8_t* raw) {
         const int first_key = unit * TILE_KEYS;
-        const int64_t row = kv_row(p.pages[first_key / PAGE_TOKENS], N_KV_HEADS, head, first_key % PAGE_TOKENS);
+        const int token_in_page = first_key % PAGE_TOKENS;
+        const int64_t row = kv_row(p.pages[first_key / PAGE_TOKENS], N_KV_HEADS, head, token_in_page);
         const int n_keys = p.start + p.n_tokens - first_key;
 #if KV_INT8
         const int key = key_of();
@@ -105,7 +107,7 @@ struct Request {
         for (int n = 0; n < THREAD_CHUNKS; ++n)
             cp_async_16_zfill(raw + 16 * (threadIdx.x + n * THREADS), from + 16 * chunk_of(n), key < n_keys);
         scale = 0;
-        if (key < n_keys) scale = scales[(row + key) * GROUPS + chunk_of(0) / 4];
+        if (key < n_keys) scale = scales[scale_index(row, token_in_page, chunk_of(0) / 4) + key];
 #else
         const uint8_t* const from = codes + row * HEAD_DIM * 2;
 #pragma unroll
@@ -116,14 +118,14 @@ struct Request {
 #endif
     }
 
-    DEVICE void finish(uint8_t* plane, const uint8_t* raw) const {
+    // `signs`: what the codes are xored with to be 128 more, unsigned.
+    DEVICE void finish(uint8_t* plane, const uint8_t* raw, uint32_t signs) const {
 #if KV_INT8
         const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n) {
             const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * (threadIdx.x + n * THREADS));
-            const uint32_t code[4] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u, codes.z ^ 0x80808080u,
-                                      codes.w ^ 0x80808080u};
+            const uint32_t code[4] = {codes.x ^ signs, codes.y ^ signs, codes.z ^ signs, codes.w ^ signs};
             uint32_t word[8];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -170,16 +172,23 @@ struct Scorer {
         const uint8_t* const row = k_plane + (matrix / 2 * 8 + key7) * ROW_BYTES;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        uint32_t b[2][TILE_KEYS / 16][4];  // of this step and the next: the loads' latency is the longest thing here
+        load_keys(b[0], row, key7, matrix, 0);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step) {
+            if (step + 1 < HEAD_DIM / 16) load_keys(b[(step + 1) % 2], row, key7, matrix, step + 1);
 #pragma unroll
             for (int pair = 0; pair < TILE_KEYS / 16; ++pair) {
-                uint32_t b[4];
-                ldmatrix_x4(b, row + 16 * pair * ROW_BYTES + fragment_offset(key7, step, matrix % 2));
-                mma_16bit(s[2 * pair], query[step], b[0], b[1]);
-                mma_16bit(s[2 * pair + 1], query[step], b[2], b[3]);
+                mma_16bit(s[2 * pair], query[step], b[step % 2][pair][0], b[step % 2][pair][1]);
+                mma_16bit(s[2 * pair + 1], query[step], b[step % 2][pair][2], b[step % 2][pair][3]);
             }
         }
+    }
+
+    DEVICE static void load_keys(uint32_t (&b)[TILE_KEYS / 16][4], const uint8_t* row, int key7, int matrix, int step) {
+#pragma unroll
+        for (int pair = 0; pair < TILE_KEYS / 16; ++pair)
+            ldmatrix_x4(b[pair], row + 16 * pair * ROW_BYTES + fragment_offset(key7, step, matrix % 2));
     }
 
     // Scores into 16-bit weights; factors[row] is what the row's earlier results shrink by, mostly 1.
@@ -350,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Scorer scorer;
         scorer.load(p, head, tile);
         cp_async_wait<0>();
-        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw);
+        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw, K_SIGNS);
         __syncthreads();
         Mixer mixer;
         mixer.clear();
@@ -366,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (unit + 1 < end) v_request.begin(p, head, unit + 1, p.v, p.v_scales, v_free, raw + RAW_BYTES);
             cp_async_commit();
             // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
-#pragma unroll
+#pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
                 if (unit + 1 < end && turn == warp_index() / (WARPS / 2)) {
                     float s[TILE_KEYS / 8][4];
@@ -380,8 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
             cp_async_wait<0>();
-            if (unit + 2 < end) k_request.finish(k_free, raw);
-            if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES);
+            if (unit + 2 < end) k_request.finish(k_free, raw, K_SIGNS);
+            if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES, 0);
             __syncthreads();
         }
 

@@ -23,12 +23,14 @@ struct KvAppendParams {
     float eps;
 };
 
-DEVICE void store_head(const float (&x)[LANE_DIMS], uint8_t* codes, uint16_t* scales, int64_t row) {
+DEVICE void store_head(const float (&x)[LANE_DIMS], uint8_t* codes, uint16_t* scales, int64_t row, int token_in_page,
+                       bool is_v) {
     const int lane = lane_id();
     if (KV_INT8) {
         const Int8Row encoded = encode_int8(x);
-        store_8(codes + row * HEAD_DIM + LANE_DIMS * lane, encoded.codes);
-        if (lane % (SCALE_GROUP / LANE_DIMS) == 0) scales[row * GROUPS + lane / (SCALE_GROUP / LANE_DIMS)] = encoded.scale;
+        store_8(codes + row * HEAD_DIM + LANE_DIMS * lane, is_v ? flip_signs(encoded.codes) : encoded.codes);
+        if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
+            scales[scale_index(row, token_in_page, lane / (SCALE_GROUP / LANE_DIMS))] = encoded.scale;
     } else {
         store_16(codes + 2 * (row * HEAD_DIM + LANE_DIMS * lane), encode_bf16(x));
     }
@@ -59,6 +61,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) kv_append(cons
             continue;
         }
         const int64_t row = kv_row(page, N_KV_HEADS, (task - N_HEADS) % N_KV_HEADS, token_in_page);
-        store_head(x, is_v ? p.v : p.k, is_v ? p.v_scales : p.k_scales, row);
+        store_head(x, is_v ? p.v : p.k, is_v ? p.v_scales : p.k_scales, row, token_in_page, is_v);
     }
 }

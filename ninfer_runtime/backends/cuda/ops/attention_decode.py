@@ -74,7 +74,7 @@ class _Shape:
         query = padded_rows * 2 * HEAD_DIM
         scores = 2 * padded_rows * (stage_keys + 8) * _FLOAT
         weights = padded_rows * (stage_keys + 16) * 2
-        query_scales = padded_rows * 4 * _FLOAT if int8 else 0
+        query_scales = padded_rows * _FLOAT if int8 else 0
         turns = self.q * self.geometry.rotary_dim * _FLOAT
         return 2 * (_STAGES * stage_keys + self.q) * key + max(query, scores + weights) + query_scales + turns
 

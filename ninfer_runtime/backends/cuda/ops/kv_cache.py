@@ -1,8 +1,9 @@
 """Where keys and values live: pages of 64 tokens, one plane per layer and kind. Device side: ``include/kv.cuh``.
 
 Per attention layer four planes follow each other, each 256-byte aligned: K codes, V codes ``[page][kv head][64][256]``
-in bfloat16 or int8, then their float16 scales ``[page][kv head][64][4]``, one for every 64 consecutive dims (INT8-G64
-only). K is stored normalised and rotated, V as projected. The layers of a pool follow each other.
+in bfloat16 or int8, then their float16 scales ``[page][kv head][4][64]``, one for every 64 consecutive dims (INT8-G64
+only). K is stored normalised and rotated, V as projected; the int8 codes of V have their sign bits flipped, which spares
+the kernels an instruction in four. The layers of a pool follow each other.
 """
 
 from dataclasses import dataclass
