@@ -66,8 +66,9 @@ class FileReads:
 
     def __init__(self, path: Path, n_parallel: int) -> None:
         self._calls = _library()
-        # Requests of one descriptor are done one after the other.
-        self._streams = [open_regular(path) for _ in range(n_parallel)]
+        # Requests of one descriptor are done one after the other, those of its duplicates are not.
+        with open_regular(path) as stream:
+            self._descriptors = [os.dup(stream.fileno()) for _ in range(n_parallel)]
         self._turn = 0
         self._idle: list[_Request] = []
         self._started: dict[int, list[tuple[_Request, Run]]] = {}
@@ -82,11 +83,11 @@ class FileReads:
         """Begin reading; ``wait`` with the same ticket ends it. The memory must stay until then."""
         requests = self._started.setdefault(ticket, [])
         for run in runs:
-            descriptor = self._streams[self._turn].fileno()
+            descriptor = self._descriptors[self._turn]
             if run.n_bytes < _SMALL_BYTES:
                 self._read_rest(descriptor, run, 0)
                 continue
-            self._turn = (self._turn + 1) % len(self._streams)
+            self._turn = (self._turn + 1) % len(self._descriptors)
             request = self._idle.pop() if self._idle else _Request(sigev_notify=_SIGEV_NONE)
             request.fildes, request.buf, request.nbytes, request.offset = (
                 descriptor,
@@ -111,7 +112,7 @@ class FileReads:
             if failed:
                 raise StorageError(f"reading at byte {run.begin} failed: {os.strerror(failed)}")
             if n_read < run.n_bytes:
-                self._read_rest(self._streams[0].fileno(), run, n_read)
+                self._read_rest(self._descriptors[0], run, n_read)
         del self._started[ticket]
 
     def _until_done(self, request: _Request) -> None:
@@ -130,5 +131,6 @@ class FileReads:
                 self._until_done(request)
                 self._calls.aio_return(ctypes.byref(request))
         self._started.clear()
-        for stream in self._streams:
-            stream.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
