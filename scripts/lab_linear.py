@@ -10,6 +10,8 @@ same run. "layer" is the chain of five launches of a layer with linear attention
 import argparse
 import dataclasses
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +35,7 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
 SAMPLES = 9
+WARM_UP_SECONDS = 0.1
 Q4, Q5, Q6, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "BF16"
 
 KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
@@ -194,15 +197,21 @@ class Lab:
         """Median microseconds per launch of a graph of ``work``, which returns its number of launches."""
         with self.device.capture(self.stream) as graph:
             n_launches = work()
+        # An idle card runs at a fraction of its clock, and takes a while to speed up.
+        until = time.perf_counter() + WARM_UP_SECONDS
+        while time.perf_counter() < until:
+            graph.launch(self.stream)
+            graph.launch(self.stream)
+            self.stream.synchronize()
         start, stop = self.device.event(timing=True), self.device.event(timing=True)
         times = []
-        for sample in range(SAMPLES + 2):
+        for _ in range(SAMPLES):
+            graph.launch(self.stream)
             start.record(self.stream)
             graph.launch(self.stream)
             stop.record(self.stream)
             self.stream.synchronize()
-            if sample >= 2:
-                times.append(stop.elapsed_ms(start) * 1000 / n_launches)
+            times.append(stop.elapsed_ms(start) * 1000 / n_launches)
         graph.close()
         return statistics.median(times)
 
@@ -243,7 +252,14 @@ def measure(lab: Lab, kinds: Sequence[str], columns_list: Sequence[int], check: 
             one = one or us
             cells.append(f"{columns}: {us:.1f}us {100 * n_bytes / us / 1e3 / lab.read_gbps:.1f}% x{us / one:.3f}")
         print(f"  {'layer':13s} {n_bytes / 1e6:6.1f} MB  " + "  ".join(cells), flush=True)
+    print("  clocks", clocks(), flush=True)
     arena.close()
+
+
+def clocks() -> str:
+    """SM and memory clock in MHz and the power draw, as nvidia-smi reads them now."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:

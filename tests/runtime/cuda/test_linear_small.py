@@ -224,24 +224,28 @@ def test_a_result_that_is_nan_arrives_as_nan(bench: Bench) -> None:
     bench.check_workspace()
 
 
-@pytest.mark.parametrize("n_blocks", [1, 7, 132, 170, 5000])
-def test_spans_cover_all_units_and_differ_by_at_most_a_unit(n_blocks: int) -> None:
+@pytest.mark.parametrize("max_blocks", [1, 7, 132, 170, 5000])
+def test_spans_cover_all_units_and_differ_by_at_most_a_unit(max_blocks: int) -> None:
     matrices = [PackedMatrix("a", "Q4G64_F16S", 4096, 5120), PackedMatrix("b", "Q5G64_F16S", 12288, 5120)]
-    cuts = cut_spans(matrices, 8, n_blocks).astype(np.int64)
+    spans = cut_spans(matrices, 8, max_blocks)
+    cuts = np.array([spans.begin(block) for block in range(spans.n_blocks + 1)])
     assert cuts[0] == 0
     assert cuts[-1] == 32 * 40 + 96 * 40
-    assert len(cuts) == n_blocks + 1 or n_blocks == 5000
+    assert spans.n_blocks == max_blocks or max_blocks == 5000
+    assert np.all(np.diff(cuts) > 0)
     first = np.diff(np.minimum(cuts, 32 * 40))
     weights = first * 1088 + (np.diff(cuts) - first) * 1344
     assert weights.max() - weights.min() <= 2 * 1344
-    assert np.all(np.diff(cuts) > 0)
 
 
-def test_a_plan_takes_what_the_arena_takes(four_sms: Bench) -> None:
-    matrices = [PackedMatrix("a", "Q4G64_F16S", 64, 128)]
-    plan = ArenaPlan()
-    LinearSmall(four_sms.device, plan, matrices, "store", 48, Workspace(plan, 0))
-    assert 0 < plan.n_bytes < 4096
+@pytest.mark.parametrize("rows", [(1,), (16, 1), (3, 3, 300), (640, 17, 16, 2000)])
+def test_no_span_is_empty(rows: tuple[int, ...]) -> None:
+    formats = ("BF16", "Q4G64_F16S", "W8G32_F16S", "Q6G64_F16S")
+    matrices = [PackedMatrix("m", f, n, 128) for f, n in zip(formats, rows, strict=False)]
+    for max_blocks in range(1, 60):
+        spans = cut_spans(matrices, 8, max_blocks)
+        cuts = [spans.begin(block) for block in range(spans.n_blocks + 1)]
+        assert np.all(np.diff(cuts) > 0), (max_blocks, cuts)
 
 
 def test_matrices_that_do_not_go_together_are_refused(four_sms: Bench) -> None:

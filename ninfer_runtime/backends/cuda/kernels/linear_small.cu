@@ -35,6 +35,9 @@
 #ifndef EPILOGUE
 #define EPILOGUE 0
 #endif
+#ifndef DIRECT_X
+#define DIRECT_X 0  // activations straight from global memory (L1) to registers, a step ahead: no barriers
+#endif
 
 enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
 
@@ -43,8 +46,9 @@ constexpr int WARPS = THREADS / WARP_LANES;
 constexpr int ROW_TILES = WARPS * MT;
 constexpr int TOKENS = NT * 8;
 constexpr int SUMS_TILES = 2;
-constexpr bool WITH_SUMS = NT <= SUMS_TILES;
-constexpr int GROUPS_AT_ONCE = NT == 1 ? 2 : 1;  // registers
+constexpr bool DIRECT = DIRECT_X != 0;
+constexpr bool WITH_SUMS = NT <= SUMS_TILES && !DIRECT;
+[[maybe_unused]] constexpr int GROUPS_AT_ONCE = NT == 1 ? 2 : 1;  // registers
 constexpr uint32_t EMPTY = 0xffffffffu;              // what the workspace holds between launches
 
 // A step of the ring: a block of tiles.cuh, for BF16 half of one, 32 columns.
@@ -76,7 +80,7 @@ constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
 constexpr int X_ROW_PIECES = X_COLUMNS / 8;
 constexpr int X_GROUPS = X_COLUMNS / 64;
 constexpr int GROUP_SUMS_BYTES = WITH_SUMS ? NT * 64 : 0;  // float4 per two tokens: their sums, twice
-constexpr int X_BYTES = TOKENS * X_ROW_BYTES + X_GROUPS * GROUP_SUMS_BYTES;
+constexpr int X_BYTES = DIRECT ? 0 : TOKENS * X_ROW_BYTES + X_GROUPS * GROUP_SUMS_BYTES;
 constexpr int X_PIECES = ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
 
 static_assert(NT >= 1 && NT <= 6 && MT >= 1 && STAGES >= 2 && X_COLUMNS % 128 == 0, "geometry");
@@ -88,7 +92,6 @@ struct LinearSmallParams {
     void* out[MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16
     const uint16_t* x;
     const float* ss;           // fp32 [n_parts][T], parts of sum x^2; null: rstd = 1
-    const uint32_t* spans;     // [grid + 1] first units
     float* workspace;          // per block WARPS * MT * NT * 4 * 32; EMPTY between launches
     float* residual;           // RESIDUAL: fp32 [T][n], added to
     uint16_t* normed;          // bf16 [T][normed_stride] = bf16(residual (1 + next_norm)); may be null
@@ -99,8 +102,13 @@ struct LinearSmallParams {
     int n_tiles[MATRICES];
     int k_steps[MATRICES];
     int first_unit[MATRICES];  // of absent matrices: past the end
+    uint32_t unit_weight[MATRICES];
+    uint32_t first_weight[MATRICES];  // weight of the units before the matrix
     int out_stride[MATRICES];
     int out_float[MATRICES];   // STORE: nonzero for fp32
+    int n_units;
+    uint32_t span_weight;      // of a block; the first span_rest blocks have one more
+    uint32_t span_rest;
     int n_columns;
     int x_stride;
     int k_padded;
@@ -118,6 +126,19 @@ struct Segment {
     int step;
     int length;
 };
+
+// The first unit of a block's span: the nearest to its share of the weight. A span weighs at least the heaviest unit, so
+// no span is empty.
+DEVICE int span_begin(const LinearSmallParams& p, int block) {
+    if (block >= static_cast<int>(gridDim.x)) return p.n_units;
+    const uint32_t target = block * p.span_weight + minimum(static_cast<uint32_t>(block), p.span_rest);
+    int m = 0;
+#pragma unroll
+    for (int i = 1; i < MATRICES; ++i)
+        if (target >= p.first_weight[i]) m = i;
+    const uint32_t weight = p.unit_weight[m];
+    return p.first_unit[m] + static_cast<int>((target - p.first_weight[m] + weight / 2) / weight);
+}
 
 DEVICE Segment segment_at(const LinearSmallParams& p, int unit, int end) {
     Segment s;
@@ -353,6 +374,105 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, WeightStream& 
     }
 }
 
+// Activations of the step to come, on their way from global memory: 16-byte pieces of this lane's token rows.
+struct DirectColumns {
+    uint4 pieces[NT][4];
+
+    // COUNT pieces, 32 columns each, from a column on.
+    template <int COUNT>
+    DEVICE void fetch(const uint8_t* const (&rows)[NT], int column) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) pieces[n][i] = load_16(rows[n] + column * 2 + i * 64);
+    }
+};
+
+// Part sums of one group from its two halves' operands, biased codes corrected by the same products with -bias.
+template <int F>
+DEVICE void multiply_direct(const unsigned char* slot, const DirectColumns& x, WeightStream& stream,
+                            unsigned char* freed, Sums& sums) {
+    const int lane = static_cast<int>(lane_id());
+    if constexpr (F == BF16) {
+        uint4 a[MT][2];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                a[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
+        stream.request(freed);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const uint4 b = x.pieces[n][0];
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
+                mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
+            }
+        }
+    } else {
+        constexpr int GROUPS = Step<F>::GROUPS;
+        constexpr bool BIASED = tile_bias<F>() != 0;
+        constexpr uint32_t MINUS = (0xc300u | tile_bias<F>() % 128) * 0x10001u;
+        const uint32_t minus[4] = {MINUS, MINUS, MINUS, MINUS};
+        uint2 scales[MT];
+        uint32_t words[GROUPS][MT][Tile<F>::WORDS];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            scales[m] = tile_scales<F>(slot + m * SLOT, lane);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) tile_words<F>(words[group][m], slot + m * SLOT, group, lane);
+        }
+        stream.request(freed);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            Sums parts;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float start[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                if constexpr (BIASED) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const uint4 b = x.pieces[n][2 * group + half];
+                        mma_bf16(start, minus, b.x, b.y);
+                        mma_bf16(start, minus, b.z, b.w);
+                    }
+                }
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) parts[m][n][i] = start[i];
+            }
+            float scale[MT], scale8[MT];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t a[MT][2][4];
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], words[group][m], 2 * half + j);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const uint4 b = x.pieces[n][2 * group + half];
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][1], b.z, b.w);
+                }
+                if (F != W8 && half == 0) continue;
+                const bool second = F == W8 ? half == 1 : group == 1;  // of the step's two scales
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    scale[m] = second ? half_hi(scales[m].x) : half_lo(scales[m].x);
+                    scale8[m] = second ? half_hi(scales[m].y) : half_lo(scales[m].y);
+                }
+                add_scaled(sums, parts, scale, scale8);
+                if (F == W8 && half == 0) clear(parts);
+            }
+        }
+    }
+}
+
 // What a block carries from segment to segment.
 struct Walk {
     WeightStream stream;
@@ -361,7 +481,39 @@ struct Walk {
     int slot;               // byte of the step's slot in the ring
     int buffer;             // byte of the current activations: 0 or X_BYTES
     int row;                // byte of this lane's token row and piece
+    const uint8_t* rows[NT];  // DIRECT: this lane's token rows and piece in global memory
+    DirectColumns columns;    // DIRECT: of the step to come
 };
+
+// run_segment without shared activations: the columns of the step to come are read while this step is multiplied.
+template <int F>
+DEVICE void run_direct(const LinearSmallParams& p, const Segment& s, int end, Walk& walk, Sums& sums) {
+    constexpr int COUNT = Step<F>::COLUMNS / 32;
+    int column = s.step * Step<F>::COLUMNS;
+    int steps = s.length;
+    while (steps > 0) {
+        const int run = minimum(steps, walk.stream.left);
+        steps -= run;
+        walk.stream.left -= run;
+#pragma unroll 1
+        for (int i = 0; i < run; ++i) {
+            const DirectColumns now = walk.columns;
+            column += Step<F>::COLUMNS;
+            // The last step of a row block reads ahead for the next one's first, of whichever format.
+            if (column < p.k_padded) {
+                walk.columns.fetch<COUNT>(walk.rows, column);
+            } else {
+                walk.columns.fetch<4>(walk.rows, 0);
+            }
+            cp_async_wait<STAGES - 2>();
+            warp_sync();
+            const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
+            multiply_direct<F>(walk.ring + walk.slot, now, walk.stream, walk.ring + lane_id() * 16 + freed, sums);
+            walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
+        }
+        if (walk.stream.left == 0) walk.stream.open(p, end);
+    }
+}
 
 // Sums of a segment of format F; next_format: of the segment behind it, negative when it is the block's last.
 template <int F>
@@ -398,6 +550,15 @@ DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, int next_f
             ahead.store(p, walk.shared_x + walk.buffer, minus_bias_of(inside ? F : next_format));
         }
         __syncthreads();
+    }
+}
+
+template <int F>
+DEVICE void run(const LinearSmallParams& p, const Segment& s, int next_format, int end, Walk& walk, Sums& sums) {
+    if constexpr (DIRECT) {
+        run_direct<F>(p, s, end, walk, sums);
+    } else {
+        run_segment<F>(p, s, next_format, end, walk, sums);
     }
 }
 
@@ -562,7 +723,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     STATIC_SHARED(float, scratch[THREADS]);
     STATIC_SHARED(float, rstd[TOKENS]);
     const int lane = static_cast<int>(lane_id()), g = lane >> 2, t = lane & 3;
-    const int begin = static_cast<int>(p.spans[blockIdx.x]), end = static_cast<int>(p.spans[blockIdx.x + 1]);
+    const int lane_begin = span_begin(p, blockIdx.x + lane);
+    const int begin = shfl(lane_begin, 0), end = shfl(lane_begin, 1);
 
     Walk walk;
     walk.shared_x = in_register(shared);
@@ -584,8 +746,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (begin >= end) return;
 
     Segment s = segment_at(p, begin, end);
+    const int first_column = s.step * (p.k_padded / p.k_steps[s.matrix]);
     Activations first;
-    first.fetch(p, s.step * (p.k_padded / p.k_steps[s.matrix]));
+    if constexpr (DIRECT) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const int token = minimum(n * 8 + g, p.n_columns - 1);
+            walk.rows[n] = reinterpret_cast<const uint8_t*>(p.x + token * p.x_stride + t * 8);
+        }
+        // The last columns of a row may be fewer than four pieces: those behind them are the next step's.
+        walk.columns.fetch<1>(walk.rows, first_column);
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 1; i < 4; ++i)
+                if (first_column + 32 * i < p.k_padded)
+                    walk.columns.pieces[n][i] = load_16(walk.rows[n] + first_column * 2 + i * 64);
+    } else {
+        first.fetch(p, first_column);
+    }
     if (p.ss != nullptr) {
         const int adders = THREADS / p.n_columns * p.n_columns;  // each adds parts of one token
         float sum = 0.0f;
@@ -593,7 +772,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = threadIdx.x; i < p.n_parts * p.n_columns; i += adders) sum += p.ss[i];
         scratch[threadIdx.x] = sum;
     }
-    first.store(p, shared, minus_bias_of(p.format[s.matrix]));
+    if constexpr (!DIRECT) first.store(p, shared, minus_bias_of(p.format[s.matrix]));
     __syncthreads();
     if (p.ss != nullptr) {
         for (int token = warp_index(); token < p.n_columns; token += WARPS) {
@@ -613,26 +792,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         s = segment_at(p, unit, end);
         unit += s.length;
         const int next_format = unit < end ? p.format[segment_at(p, unit, end).matrix] : -1;
-        int others = 0;  // blocks with steps of a row block that begins here
-        if (s.step == 0) {
-            const int row_end = unit + p.k_steps[s.matrix] - s.length;
-            while (static_cast<int>(p.spans[blockIdx.x + 1 + others]) < row_end) ++others;
-        }
         const int format = p.format[s.matrix];
         if constexpr (FORMATS >> Q4 & 1)
-            if (format == Q4) run_segment<Q4>(p, s, next_format, end, walk, sums);
+            if (format == Q4) run<Q4>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> Q5 & 1)
-            if (format == Q5) run_segment<Q5>(p, s, next_format, end, walk, sums);
+            if (format == Q5) run<Q5>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> Q6 & 1)
-            if (format == Q6) run_segment<Q6>(p, s, next_format, end, walk, sums);
+            if (format == Q6) run<Q6>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> W8 & 1)
-            if (format == W8) run_segment<W8>(p, s, next_format, end, walk, sums);
+            if (format == W8) run<W8>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> BF16 & 1)
-            if (format == BF16) run_segment<BF16>(p, s, next_format, end, walk, sums);
+            if (format == BF16) run<BF16>(p, s, next_format, end, walk, sums);
+        if constexpr (DIRECT)
+            if (unit - s.length == begin) __syncthreads();  // rstd
         if (s.tiles > 0) {
             if (s.step > 0) {
                 leave_sums(p, s, sums);
             } else {
+                // Blocks with steps of this row block.
+                const int row_end = unit + p.k_steps[s.matrix] - s.length;
+                int others = __popc(ballot(lane_begin < row_end)) - 1;
+                for (int first = blockIdx.x + WARP_LANES; others % WARP_LANES == WARP_LANES - 1; first += WARP_LANES) {
+                    const uint32_t inside = ballot(span_begin(p, first + lane) < row_end);
+                    if (inside == 0) break;
+                    others += __popc(inside);
+                }
                 if constexpr (EPILOGUE == RESIDUAL) {
                     ResidualInputs in;
                     in.load(p, s);

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning
-from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, TileFormat, activation_stride
+from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activation_stride
 
 __all__ = ["LinearSmall", "Output", "Residual", "RmsScale", "Workspace", "activation_stride", "specs"]
 
@@ -38,7 +37,6 @@ class LinearSmallParams(ctypes.Structure):
         ("out", ctypes.c_uint64 * MAX_MATRICES),
         ("x", ctypes.c_uint64),
         ("ss", ctypes.c_uint64),
-        ("spans", ctypes.c_uint64),
         ("workspace", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("normed", ctypes.c_uint64),
@@ -49,8 +47,13 @@ class LinearSmallParams(ctypes.Structure):
         ("n_tiles", ctypes.c_int32 * MAX_MATRICES),
         ("k_steps", ctypes.c_int32 * MAX_MATRICES),
         ("first_unit", ctypes.c_int32 * MAX_MATRICES),
+        ("unit_weight", ctypes.c_uint32 * MAX_MATRICES),
+        ("first_weight", ctypes.c_uint32 * MAX_MATRICES),
         ("out_stride", ctypes.c_int32 * MAX_MATRICES),
         ("out_float", ctypes.c_int32 * MAX_MATRICES),
+        ("n_units", ctypes.c_int32),
+        ("span_weight", ctypes.c_uint32),
+        ("span_rest", ctypes.c_uint32),
         ("n_columns", ctypes.c_int32),
         ("x_stride", ctypes.c_int32),
         ("k_padded", ctypes.c_int32),
@@ -115,9 +118,10 @@ def kernel_spec(
     """The variant for matrices of ``formats`` and 8 · ``tiles`` columns."""
     slot = max(step_bytes(f) for f in formats)
     sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
-    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
+    x_bytes = 0 if tuning.direct else 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
     stage_bytes = tuning.warps * tuning.tile_rows * slot
-    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED)
+    static_bytes = 4 * (32 * tuning.warps + TOKEN_TILE * tiles)  # the kernel's own arrays
+    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes
     stages = min((budget - x_bytes) // stage_bytes, tuning.max_stages)
     if stages < 2:
         raise UnsupportedError(f"linear_small tuning {tuning} leaves {stages} stages of {stage_bytes} bytes, 2 needed")
@@ -128,6 +132,7 @@ def kernel_spec(
         ("MT", tuning.tile_rows),
         ("STAGES", stages),
         ("X_COLUMNS", tuning.x_columns),
+        ("DIRECT_X", tuning.direct),
     )
     return KernelSpec(
         "linear_small.cu", "linear_small", defines, 32 * tuning.warps, x_bytes + stages * stage_bytes, tuning.min_blocks
@@ -155,25 +160,46 @@ def n_units(matrix: PackedMatrix, block_tiles: int) -> int:
     return -(-matrix.n_tiles // block_tiles) * k_steps(matrix)
 
 
-def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, n_blocks: int) -> npt.NDArray[np.uint32]:
-    """First unit of each block of the grid and the end, at most [n_blocks + 1]: equal bytes up to half a unit.
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """How a launch's line of units is cut: what the kernel computes its spans from.
+
+    A unit of matrix i weighs ``unit_weights[i]``; ``n_blocks`` blocks of the grid take equal shares up to a unit.
+    """
+
+    first_units: tuple[int, ...]
+    unit_weights: tuple[int, ...]
+    first_weights: tuple[int, ...]
+    n_units: int
+    total_weight: int
+    n_blocks: int
+
+    def begin(self, block: int) -> int:
+        """First unit of a block's span; the kernel's ``span_begin``."""
+        if block >= self.n_blocks:
+            return self.n_units
+        share, rest = divmod(self.total_weight, self.n_blocks)
+        target = block * share + min(block, rest)
+        m = max(i for i, first in enumerate(self.first_weights) if target >= first)
+        weight = self.unit_weights[m]
+        return self.first_units[m] + (target - self.first_weights[m] + weight // 2) // weight
+
+
+def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, max_blocks: int) -> Spans:
+    """Spans of at most ``max_blocks`` blocks; each weighs at least the heaviest unit.
 
     A unit weighs its bytes; where warps of a row block have no tile row, half of what they would have read, because the
     block's other warps cannot read faster in their place.
     """
-    weights = []
-    for matrix in matrices:
-        row_blocks = -(-matrix.n_tiles // block_tiles)
-        filled = np.full(row_blocks, block_tiles, np.float64)
-        filled[-1] = matrix.n_tiles - block_tiles * (row_blocks - 1)
-        weights.append(np.repeat(step_bytes(matrix.tile) * (filled + block_tiles) / 2, k_steps(matrix)))
-    ends = np.concatenate([[0.0], np.cumsum(np.concatenate(weights))])
-    n_blocks = min(n_blocks, ends.size - 1)
-    targets = ends[-1] * np.arange(n_blocks + 1) / n_blocks
-    above = np.clip(np.searchsorted(ends, targets), 1, ends.size - 1)
-    cuts = np.where(targets - ends[above - 1] < ends[above] - targets, above - 1, above)
-    cuts[0], cuts[-1] = 0, ends.size - 1
-    return np.unique(cuts).astype(np.uint32)  # no span is empty
+    units = [n_units(m, block_tiles) for m in matrices]
+    weights = [
+        max(1, step_bytes(m.tile) * (n * block_tiles // k_steps(m) + m.n_tiles) // (128 * (n // k_steps(m))))
+        for m, n in zip(matrices, units, strict=True)
+    ]
+    ends = np.cumsum([0, *(w * n for w, n in zip(weights, units, strict=True))]).tolist()
+    n_blocks = max(1, min(max_blocks, ends[-1] // max(weights)))
+    first_units = np.cumsum([0, *units]).tolist()
+    return Spans(tuple(first_units[:-1]), tuple(weights), tuple(ends[:-1]), first_units[-1], ends[-1], n_blocks)
 
 
 class Workspace:
@@ -206,9 +232,7 @@ class _Variant:
     """What a number of token tiles launches."""
 
     spec: KernelSpec
-    cuts: npt.NDArray[np.uint32]
-    block_tiles: int
-    table: int  # device address of the cuts
+    spans: Spans
 
 
 class LinearSmall:
@@ -223,7 +247,7 @@ class LinearSmall:
         max_columns: int,
         workspace: Workspace,
     ) -> None:
-        """Lays out the tables in ``arena``; ``prepare`` fills them. UnsupportedError for matrices that do not fit."""
+        """``arena`` is not needed any more. UnsupportedError for matrices that do not go together."""
         if not 1 <= len(matrices) <= MAX_MATRICES or len({m.k for m in matrices}) != 1:
             found = ", ".join(f"{m.name} [{m.n_rows}, {m.k}]" for m in matrices)
             raise UnsupportedError(f"one launch takes 1 to {MAX_MATRICES} matrices of one K, found {found}")
@@ -237,15 +261,10 @@ class LinearSmall:
         self._device, self._workspace = device, workspace
         formats = frozenset(m.tile for m in matrices)
         self._variants: list[_Variant] = []
-        tables: dict[tuple[int, int], tuple[npt.NDArray[np.uint32], int]] = {}
         for tiles in range(1, token_tiles(max_columns) + 1):
             tuning = linear_small_tuning(device, tiles)
-            spec = kernel_spec(formats, epilogue, tiles, tuning)
-            key = (tuning.warps * tuning.tile_rows, device.n_sms * tuning.blocks_per_sm)
-            if key not in tables:
-                cuts = cut_spans(matrices, *key)
-                tables[key] = cuts, arena.take(f"tables/linear_small/{matrices[0].name}", cuts.nbytes)
-            self._variants.append(_Variant(spec, tables[key][0], key[0], tables[key][1]))
+            spans = cut_spans(matrices, tuning.warps * tuning.tile_rows, device.n_sms * tuning.blocks_per_sm)
+            self._variants.append(_Variant(kernel_spec(formats, epilogue, tiles, tuning), spans))
 
     @property
     def specs(self) -> list[KernelSpec]:
@@ -258,10 +277,8 @@ class LinearSmall:
         return self.matrices[0].n_tiles
 
     def prepare(self) -> None:
-        """Upload the tables and load the kernels; before the first launch, outside of captures."""
-        for variant in self._variants:
-            self._device.upload(variant.table, variant.cuts)
-            self._device.kernel(variant.spec)
+        """Load the kernels; before the first launch, outside of captures."""
+        self._device.prepare(self.specs)
 
     def launch(
         self,
@@ -281,30 +298,26 @@ class LinearSmall:
         assert (residual is not None) == (self.epilogue == "residual")
         assert not (residual and rstd)
         variant = self._variants[token_tiles(n_columns) - 1]
-        p = LinearSmallParams()
-        first = 0
-        for i in range(MAX_MATRICES):
-            p.first_unit[i] = first if i < len(self.matrices) else 2**31 - 1
-            if i < len(self.matrices):
-                matrix = self.matrices[i]
-                p.tiles[i], p.format[i] = matrix.pointer, matrix.tile.code
-                p.n_out[i], p.n_tiles[i], p.k_steps[i] = matrix.n_outputs, matrix.n_tiles, k_steps(matrix)
-                first += n_units(matrix, variant.block_tiles)
+        p, spans = LinearSmallParams(), variant.spans
+        for i in range(len(self.matrices), MAX_MATRICES):
+            p.first_unit[i], p.first_weight[i] = 2**31 - 1, 2**32 - 1
+        for i, matrix in enumerate(self.matrices):
+            p.tiles[i], p.format[i] = matrix.pointer, matrix.tile.code
+            p.n_out[i], p.n_tiles[i], p.k_steps[i] = matrix.n_outputs, matrix.n_tiles, k_steps(matrix)
+            p.first_unit[i], p.first_weight[i] = spans.first_units[i], spans.first_weights[i]
+            p.unit_weight[i] = spans.unit_weights[i]
+        p.n_units = spans.n_units
+        p.span_weight, p.span_rest = divmod(spans.total_weight, spans.n_blocks)
         for i, output in enumerate(outputs):
             p.out[i], p.out_float[i] = output.pointer, output.is_float
             p.out_stride[i] = self.matrices[i].n_outputs if output.stride is None else output.stride
         p.x, p.x_stride, p.k_padded = x, activation_stride(self.matrices[0].k), self.matrices[0].k_padded
-        p.spans, p.workspace, p.n_columns = variant.table, self._workspace.pointer, n_columns
+        p.workspace, p.n_columns = self._workspace.pointer, n_columns
         if rstd is not None:
             p.ss, p.n_parts, p.inverse_hidden, p.epsilon = rstd.ss, rstd.n_parts, 1 / rstd.hidden, rstd.epsilon
         if residual is not None:
             p.residual, p.ss_out = residual.x, residual.ss
             p.normed, p.next_norm = residual.normed, residual.next_norm
             p.normed_stride = activation_stride(self.matrices[0].n_outputs)
-        grid = (variant.cuts.size - 1, 1, 1)
+        grid = (spans.n_blocks, 1, 1)
         self._device.kernel(variant.spec).launch(grid, p, stream)
-
-
-def rows_per_block(tuning: LinearSmallTuning) -> int:
-    """Output rows of a row block (not interleaved)."""
-    return tuning.warps * tuning.tile_rows * TILE_ROWS

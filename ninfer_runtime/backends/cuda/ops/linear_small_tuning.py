@@ -23,6 +23,7 @@ class LinearSmallTuning:
     min_blocks     blocks per SM that registers are limited for: twice blocks_per_sm lets the next launch begin early
     shared_bytes   limit of shared memory per block
     max_stages     limit of ring stages
+    direct         1: activations from global memory straight to registers instead
     """
 
     columns: int
@@ -33,6 +34,7 @@ class LinearSmallTuning:
     min_blocks: int
     shared_bytes: int
     max_stages: int
+    direct: int = 0
 
 
 @cache
@@ -42,7 +44,7 @@ def _rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallTuning,
         # Two blocks on an SM, this launch's and the next one's; 1 KB of each is the system's.
         shared = min(101_376, shared_per_sm // 2 - 1024)
         return (
-            LinearSmallTuning(8, 8, 1, 256, 1, 2, shared, 12),
+            LinearSmallTuning(8, 8, 1, 256, 1, 2, shared, 12, 1),
             LinearSmallTuning(16, 8, 1, 128, 1, 2, shared, 12),
             LinearSmallTuning(48, 8, 1, 128, 1, 1, min(101_376, shared_per_sm - 1024), 12),
         )
