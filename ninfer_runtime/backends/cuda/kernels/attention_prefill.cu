@@ -38,6 +38,10 @@ constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on
 constexpr int RAW_BYTES = TILE_KEYS * HEAD_DIM;
 constexpr int THREAD_CHUNKS = TILE_KEYS * HEAD_DIM * (KV_INT8 ? 1 : 2) / 16 / THREADS;
 constexpr uint32_t K_SIGNS = 0x80808080u;
+constexpr int PAGE_UNITS = PAGE_TOKENS / TILE_KEYS;
+constexpr int PAGE_RING = 4;
+// Steps between the request of a tile and the step that finishes it: INT8 bytes wait in `raw`, words go to their place.
+constexpr int AHEAD = KV_INT8 ? 1 : 0;
 constexpr int WHOLE = -1;  // slot of a tile that one part does from its first key to its last
 constexpr float STALE = 8.0f;  // weights are relative to a score that may be this far (to base 2) below the largest
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
@@ -86,45 +90,41 @@ struct Request {
 #if KV_INT8
     uint16_t scale;  // of both chunks
 
-    DEVICE static int key_of() { return static_cast<int>(threadIdx.x) / 8; }
-
-    DEVICE static int chunk_of(int n) {
-        const int c = static_cast<int>(threadIdx.x) % 8;
-        return 4 * (c / 2) + c % 2 + 2 * n;
-    }
+    DEVICE static int chunk_of(int thread, int n) { return 4 * (thread % 8 / 2) + thread % 2 + 2 * n; }
 #endif
 
-    DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, const uint8_t* codes, const uint16_t* scales,
-                      uint8_t* plane, uint8_t* raw) {
+    DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, int page, const uint8_t* codes,
+                      const uint16_t* scales, uint8_t* plane, uint8_t* raw, const volatile int* nought) {
         const int first_key = unit * TILE_KEYS;
         const int token_in_page = first_key % PAGE_TOKENS;
-        const int64_t row = kv_row(p.pages[first_key / PAGE_TOKENS], N_KV_HEADS, head, token_in_page);
-        const int n_keys = p.start + p.n_tokens - first_key;
+        const int64_t row = kv_row(page, N_KV_HEADS, head, token_in_page);
+        const int n_keys = p.start + p.n_tokens - first_key, thread = static_cast<int>(threadIdx.x) + *nought;
 #if KV_INT8
-        const int key = key_of();
+        const int key = thread / 8;
         const uint8_t* const from = codes + (row + key) * HEAD_DIM;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n)
-            cp_async_16_zfill(raw + 16 * (threadIdx.x + n * THREADS), from + 16 * chunk_of(n), key < n_keys);
+            cp_async_16_zfill(raw + 16 * (thread + n * THREADS), from + 16 * chunk_of(thread, n), key < n_keys);
         scale = 0;
-        if (key < n_keys) scale = scales[scale_index(row, token_in_page, chunk_of(0) / 4) + key];
+        if (key < n_keys) scale = scales[scale_index(row, token_in_page, chunk_of(thread, 0) / 4) + key];
 #else
         const uint8_t* const from = codes + row * HEAD_DIM * 2;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n) {
-            const int index = static_cast<int>(threadIdx.x) + n * THREADS, key = index / 32;
+            const int index = thread + n * THREADS, key = index / 32;
             cp_async_16_zfill(plane + chunk_offset(key, index % 32), from + 16 * index, key < n_keys);
         }
 #endif
     }
 
     // `signs`: what the codes are xored with to be 128 more, unsigned.
-    DEVICE void finish(uint8_t* plane, const uint8_t* raw, uint32_t signs) const {
+    DEVICE void finish(uint8_t* plane, const uint8_t* raw, uint32_t signs, const volatile int* nought) const {
 #if KV_INT8
+        const int thread = static_cast<int>(threadIdx.x) + *nought, key = thread / 8;
         const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
 #pragma unroll
         for (int n = 0; n < THREAD_CHUNKS; ++n) {
-            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * (threadIdx.x + n * THREADS));
+            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * (thread + n * THREADS));
             const uint32_t code[4] = {codes.x ^ signs, codes.y ^ signs, codes.z ^ signs, codes.w ^ signs};
             uint32_t word[8];
 #pragma unroll
@@ -132,9 +132,9 @@ struct Request {
                 word[2 * i] = mul_f16x2(half_codes(code[i], 0x4140), factor);
                 word[2 * i + 1] = mul_f16x2(half_codes(code[i], 0x4342), factor);
             }
-            const int chunk = 2 * chunk_of(n);
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key_of(), chunk)) = {word[0], word[1], word[2], word[3]};
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key_of(), chunk + 1)) = {word[4], word[5], word[6], word[7]};
+            const int chunk = 2 * chunk_of(thread, n);
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk)) = {word[0], word[1], word[2], word[3]};
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk + 1)) = {word[4], word[5], word[6], word[7]};
         }
 #endif
     }
@@ -172,15 +172,16 @@ struct Scorer {
         const uint8_t* const row = k_plane + (matrix / 2 * 8 + key7) * ROW_BYTES;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-        uint32_t b[2][TILE_KEYS / 16][4];  // of this step and the next: the loads' latency is the longest thing here
+        uint32_t b[3][TILE_KEYS / 16][4];  // of this step and the next two: the loads' latency is the longest thing here
         load_keys(b[0], row, key7, matrix, 0);
+        load_keys(b[1], row, key7, matrix, 1);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step) {
-            if (step + 1 < HEAD_DIM / 16) load_keys(b[(step + 1) % 2], row, key7, matrix, step + 1);
+            if (step + 2 < HEAD_DIM / 16) load_keys(b[(step + 2) % 3], row, key7, matrix, step + 2);
 #pragma unroll
             for (int pair = 0; pair < TILE_KEYS / 16; ++pair) {
-                mma_16bit(s[2 * pair], query[step], b[step % 2][pair][0], b[step % 2][pair][1]);
-                mma_16bit(s[2 * pair + 1], query[step], b[step % 2][pair][2], b[step % 2][pair][3]);
+                mma_16bit(s[2 * pair], query[step], b[step % 3][pair][0], b[step % 3][pair][1]);
+                mma_16bit(s[2 * pair + 1], query[step], b[step % 3][pair][2], b[step % 3][pair][3]);
             }
         }
     }
@@ -333,6 +334,8 @@ DEVICE int64_t row_begin(int token, int stride, int head, int row) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_prefill(const __grid_constant__ AttentionPrefillParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
+    STATIC_SHARED(int, nought[1]);  // holds 0, which the compiler does not know: what depends on it is not kept in registers
+    STATIC_SHARED(int, page_ids[PAGE_RING]);
     STATIC_SHARED(int, parked[2]);  // slot and left, which the loop over keys has no registers for
     uint8_t* const v_planes = shared + SHARED_V;
     uint8_t* const weights = shared + SHARED_WEIGHTS;
@@ -348,19 +351,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int head = begin / per_head, unit = begin % per_head, tile = 0;
     while (unit >= tile_units(p, tile)) unit -= tile_units(p, tile++);
 
+    if (threadIdx.x == 0) nought[0] = 0;
+    __syncthreads();
     while (left > 0) {
         const int end = minimum(tile_units(p, tile), unit + left);
         const int slot = unit == 0 && end == tile_units(p, tile) ? WHOLE : 2 * part + (unit == 0 ? 1 : 0);
         left -= end - unit;
         if (threadIdx.x == 0) parked[0] = slot, parked[1] = left;
+        const int last_page = (end - 1) / PAGE_UNITS;
+        if (threadIdx.x < PAGE_RING) {
+            const int index = unit / PAGE_UNITS + static_cast<int>(threadIdx.x);
+            page_ids[index % PAGE_RING] = p.pages[minimum(index, last_page)];
+        }
         Request k_request, v_request;
-        k_request.begin(p, head, unit, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw);
+        const int first_page = p.pages[unit / PAGE_UNITS];
+        k_request.begin(p, head, unit, first_page, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw, nought);
         cp_async_commit();
         Scorer scorer;
         scorer.load(p, head, tile);
         cp_async_wait<0>();
-        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw, K_SIGNS);
+        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw, K_SIGNS, nought);
         __syncthreads();
+        if (AHEAD == 1) {
+            if (unit + 1 < end)
+                k_request.begin(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, shared, raw,
+                                nought);
+            v_request.begin(p, head, unit, first_page, p.v, p.v_scales, v_planes, raw + RAW_BYTES, nought);
+            cp_async_commit();
+        }
         Mixer mixer;
         mixer.clear();
 
@@ -371,9 +389,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int now = unit & 1, next = 1 - now;
             uint8_t* const k_free = shared + now * PLANE_BYTES;
             uint8_t* const v_free = v_planes + next * PLANE_BYTES;
-            if (unit + 2 < end) k_request.begin(p, head, unit + 2, p.k, p.k_scales, k_free, raw);
-            if (unit + 1 < end) v_request.begin(p, head, unit + 1, p.v, p.v_scales, v_free, raw + RAW_BYTES);
-            cp_async_commit();
+            if (threadIdx.x == 0 && (unit + 6) % PAGE_UNITS == 0 && unit + 6 < end)
+                cp_async_4(page_ids + (unit + 6) / PAGE_UNITS % PAGE_RING, p.pages + (unit + 6) / PAGE_UNITS);
+            if (AHEAD == 0) {
+                if (unit + 2 < end)
+                    k_request.begin(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, k_free,
+                                    raw, nought);
+                if (unit + 1 < end)
+                    v_request.begin(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales, v_free,
+                                    raw, nought);
+                cp_async_commit();
+            }
             // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
@@ -383,14 +409,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     scorer.weigh(s, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS, (unit + 1) * TILE_KEYS,
                                  p.start, tile);
                 }
+                if (turn == 0 && AHEAD == 1) {
+                    cp_async_wait<0>();
+                    if (unit + 2 < end) k_request.finish(k_free, raw, K_SIGNS, nought);
+                    if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES, 0, nought);
+                    if (unit + 3 < end)
+                        k_request.begin(p, head, unit + 3, page_ids[(unit + 3) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales,
+                                        k_free, raw, nought);
+                    if (unit + 2 < end)
+                        v_request.begin(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales,
+                                        v_free, raw + RAW_BYTES, nought);
+                    cp_async_commit();
+                }
                 if (mixes && turn == 0) {
                     mixer.shrink(factors + now * TILE_ROWS);
                     mixer.add(weights + now * WEIGHT_BYTES, v_planes + now * PLANE_BYTES);
                 }
             }
-            cp_async_wait<0>();
-            if (unit + 2 < end) k_request.finish(k_free, raw, K_SIGNS);
-            if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES, 0);
+            if (AHEAD == 0) cp_async_wait<0>();
             __syncthreads();
         }
 
