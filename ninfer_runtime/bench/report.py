@@ -117,8 +117,12 @@ class Record:
         names = (f"{stem}{suffix}.json" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
         path = next(folder / name for name in names if not (folder / name).exists())
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
+        self.replace(path)
         return path
+
+    def replace(self, path: Path) -> None:
+        """Write the document under ``path``, over an older one of the same run."""
+        write_atomically(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
 
 
 def current_commit() -> str | None:

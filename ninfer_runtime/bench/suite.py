@@ -3,11 +3,13 @@
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ninfer_format.errors import NinferError
 from ninfer_runtime.bench.decode import COLUMN_SHAPES, Shape, columns, decode, finite_logits
 from ninfer_runtime.bench.limits import device_limits, host_limits
 from ninfer_runtime.bench.load import load
@@ -25,7 +27,8 @@ CONTEXTS = (CONTEXT, 65_536, 250_000)
 LATE_CHUNK = LateChunk(131_072, 1_024)
 ROUNDS = 64
 
-Measure = Callable[[Running], Iterator[Result]]
+Part = Callable[[Running], Iterable[Result]]
+"""One benchmark; an error in it does not keep the others from running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,106 +42,137 @@ class Output:
 
 def bench_decode(options: BenchOptions, shapes: Sequence[Shape], output: Output) -> int:
     """``decode/…`` and ``host/…`` of the shapes; the exit code."""
-    room = _room(shape.room for shape in shapes)
-
-    def measure(run: Running) -> Iterator[Result]:
-        for shape in shapes:
-            yield from decode(run, shape, options.seed)
-
-    return _report(_measured(options, room, measure), output)
+    parts = [_decode(shape, options.seed) for shape in shapes]
+    return _report(options, _room(shape.room for shape in shapes), parts, output)
 
 
 def bench_prefill(options: BenchOptions, prompts: Sequence[Prompt], late: LateChunk | None, output: Output) -> int:
     """``prefill/…`` of the prompts and ``attention/…`` of a late chunk; the exit code."""
     room = _room([*(prompt.room for prompt in prompts), *([late.room] if late else [])])
-
-    def measure(run: Running) -> Iterator[Result]:
-        for prompt in prompts:
-            yield prefill(run, prompt, options.seed)
-        if late is not None and (result := attention(run, late, options.seed)) is not None:
-            yield result
-
-    return _report(_measured(options, room, measure), output)
+    parts = [*(_prefill(prompt, options.seed) for prompt in prompts), *([_late(late, options.seed)] if late else [])]
+    return _report(options, room, parts, output)
 
 
 def bench_ops(options: BenchOptions, context: int, rounds: int, output: Output) -> int:
     """``matrix/…`` and ``columns/…``; the exit code."""
-    widest = max(rows for rows, _ in COLUMN_SHAPES), max(n for _, n in COLUMN_SHAPES)
-
-    def measure(run: Running) -> Iterator[Result]:
-        yield from ops(run)
-        yield from columns(run, context, rounds, options.seed)
-
-    return _report(_measured(options, Shape(context, *widest, rounds).room, measure), output)
+    parts = [ops, _columns(context, rounds, options.seed)]
+    return _report(options, _widest(context, rounds).room, parts, output)
 
 
 def bench_load(options: BenchOptions, output: Output) -> int:
     """``load/…``; the exit code."""
-    return _report(_measured(options, Room(), lambda run: iter(()), and_load=True), output)
+    return _report(options, Room(), [], output, and_load=True)
 
 
 def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, output: Output) -> int:
     """Every number, on one program but for loading; the exit code."""
-    shapes = [Shape(context, rounds=rounds) for context in contexts]
-    short = min(contexts)
-    wide = Shape(short, max(rows for rows, _ in COLUMN_SHAPES), max(n for _, n in COLUMN_SHAPES), rounds)
-    late = LATE_CHUNK if max(contexts) >= LATE_CHUNK.start + LATE_CHUNK.n_tokens else None
-    room = _room([*(shape.room for shape in (*shapes, wide)), Prompt(short).room, *([late.room] if late else [])])
-
-    def measure(run: Running) -> Iterator[Result]:
-        for shape in shapes:
-            yield from decode(run, shape, options.seed)
-        yield from columns(run, short, rounds, options.seed)
-        yield from ops(run)
-        yield prefill(run, Prompt(short), options.seed)
-        if late is not None and (result := attention(run, late, options.seed)) is not None:
-            yield result
-
-    return _report(_measured(options, room, measure, and_load=True), output)
+    first, *others = (Shape(context, rounds=rounds) for context in sorted(contexts))
+    wide, prompt = _widest(first.context, rounds), Prompt(first.context)
+    late = [LATE_CHUNK] if max(contexts) >= LATE_CHUNK.start + LATE_CHUNK.n_tokens else []
+    shapes = (first, *others, wide)
+    room = _room([*(shape.room for shape in shapes), prompt.room, *(chunk.room for chunk in late)])
+    parts = [
+        _decode(first, options.seed),
+        _columns(first.context, rounds, options.seed),
+        ops,
+        _prefill(prompt, options.seed),
+        *(_late(chunk, options.seed) for chunk in late),
+        *(_decode(shape, options.seed) for shape in others),
+    ]
+    return _report(options, room, parts, output, and_load=True)
 
 
-def _room(rooms: Any) -> Room:
+def _decode(shape: Shape, seed: int) -> Part:
+    return lambda run: decode(run, shape, seed)
+
+
+def _columns(context: int, rounds: int, seed: int) -> Part:
+    return lambda run: columns(run, context, rounds, seed)
+
+
+def _prefill(prompt: Prompt, seed: int) -> Part:
+    return lambda run: [prefill(run, prompt, seed)]
+
+
+def _late(chunk: LateChunk, seed: int) -> Part:
+    return lambda run: filter(None, [attention(run, chunk, seed)])
+
+
+def _widest(context: int, rounds: int) -> Shape:
+    """The largest of the rounds that ``columns`` times."""
+    return Shape(context, max(rows for rows, _ in COLUMN_SHAPES), max(n for _, n in COLUMN_SHAPES), rounds)
+
+
+def _room(rooms: Iterable[Room]) -> Room:
+    """Enough for all of them."""
     total = Room()
     for room in rooms:
         total = total.including(room)
     return total
 
 
-def _measured(options: BenchOptions, room: Room, measure: Measure, *, and_load: bool = False) -> Record:
-    """Create the program, measure the roofs on the same device, then the rest; loading after the program has gone."""
+class _Recorder:
+    """Results so far: each goes to stderr and into the record's file as soon as it is there."""
+
+    def __init__(self, device: str, limits: Limits, folder: Path | None) -> None:
+        self.record = Record(device, limits, (), current_commit())
+        self._path = None if folder is None else self.record.write(folder)
+        say("limits " + ", ".join(f"{name} {value}" for name, value in limits.to_json().items()))
+
+    def add(self, measure: Callable[[], Iterable[Result]]) -> None:
+        """Take results until they end; an error of ours ends them too, and makes the record bad."""
+        try:
+            for result in measure():
+                self._add(result)
+        except NinferError as error:
+            self._add(Result("check/stopped", 0.0, "good", problem=str(error)))
+
+    def note(self, text: str) -> None:
+        """Add a remark."""
+        self._change(replace(self.record, notes=(*self.record.notes, text)))
+
+    def _add(self, result: Result) -> None:
+        share = result.share(self.record.limits)
+        tail = "" if share is None else f", {share:.1%} of {result.limit}"
+        wrong = f" WRONG {result.problem}" if result.problem else ""
+        say(f"{result.id}: {result.value:,.5g} {result.unit}{tail}{wrong}")
+        self._change(replace(self.record, results=(*self.record.results, result)))
+
+    def _change(self, record: Record) -> None:
+        self.record = record
+        if self._path is not None:
+            record.replace(self._path)
+
+
+def _measured(
+    options: BenchOptions, room: Room, parts: Sequence[Part], folder: Path | None, *, and_load: bool
+) -> Record:
+    """Create the program, measure the roofs on the same device, then the parts; loading after the program has gone."""
     with running(options, room) as run:
         say(f"started {run.identity} in {run.create_seconds:.1f} s")
         device: Device | None = getattr(run.program, "device", None)
-        limits = host_limits() if device is None else device_limits(device)
-        say("limits " + ", ".join(f"{name} {value}" for name, value in limits.to_json().items()))
-        wrong = finite_logits(run, min(256, room.context // 2), options.seed)
-        notes = (f"raw logits of one round: {wrong or 'finite'}", f"backend {options.backend}, {run.kv_dtype} KV")
-        results = list(_said(measure(run), limits))
-        if wrong:
-            results.append(Result(f"check/{run.identity}/logits", 0.0, "good", problem=wrong))
         name = platform.machine() if device is None else device.name.partition("\0")[0].strip()
+        recorder = _Recorder(name, host_limits() if device is None else device_limits(device), folder)
+        recorder.note(f"backend {options.backend}, {run.kv_dtype} KV")
+        recorder.add(lambda: _check(run, min(256, room.context // 2), options.seed))
+        for part in parts:
+            recorder.add(partial(part, run))
     if and_load:
-        results += _said(load(options), limits)
-    return Record(name, limits, tuple(results), current_commit(), notes=notes)
+        recorder.add(lambda: load(options))
+    return recorder.record
 
 
-def _said(results: Iterator[Result], limits: Limits) -> Iterator[Result]:
-    """The results, each on stderr as soon as it is there."""
-    for result in results:
-        share = result.share(limits)
-        tail = "" if share is None else f", {share:.1%} of {result.limit}"
-        say(
-            f"{result.id}: {result.value:,.5g} {result.unit}{tail}{' WRONG ' if result.problem else ''}{result.problem}"
-        )
-        yield result
+def _check(run: Running, context: int, seed: int) -> list[Result]:
+    """``check/…``: 1 when the raw logits of one round are finite numbers that differ."""
+    wrong = finite_logits(run, context, seed)
+    return [Result(f"check/{run.identity}/logits", float(not wrong), "good", check="finite logits", problem=wrong)]
 
 
-def _report(record: Record, output: Output) -> int:
-    """Print and write a record; 1 when an output check failed."""
+def _report(options: BenchOptions, room: Room, parts: Sequence[Part], output: Output, *, and_load: bool = False) -> int:
+    """Measure, print and draw; 1 when an output check failed."""
+    record = _measured(options, room, parts, output.folder, and_load=and_load)
     if output.plot is not None:
         plot_roofline(record, output.plot)
-    if output.folder is not None:
-        say(f"wrote {record.write(output.folder)}")
     if output.as_json:
         sys.stdout.write(json.dumps(record.to_json(), indent=2) + "\n")
     else:

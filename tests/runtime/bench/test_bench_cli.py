@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ninfer_format.errors import StorageError
 from ninfer_runtime.bench import decode, suite
 from ninfer_runtime.bench.decode import RoundTimes, Shape
 from ninfer_runtime.bench.limits import host_limits
@@ -30,8 +32,16 @@ def artifact(artifact_of: ArtifactOf) -> Path:
     return artifact_of("dense", "groupwise-int")
 
 
-def ids(document: dict[str, list[dict[str, str]]]) -> list[str]:
-    return [row["id"] for row in document["results"]]
+def measured(document: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows behind the check of the logits, which stands first."""
+    check, *rows = document["results"]
+    assert check["id"].startswith("check/")
+    assert "problem" not in check
+    return rows
+
+
+def ids(document: dict[str, list[dict[str, Any]]]) -> list[str]:
+    return [row["id"] for row in measured(document)]
 
 
 def test_synth_writes_an_artifact_that_the_other_commands_take(ninfer: Ninfer, tmp_path: Path) -> None:
@@ -43,7 +53,7 @@ def test_synth_writes_an_artifact_that_the_other_commands_take(ninfer: Ninfer, t
     assert run.document["file_bytes"] == path.stat().st_size
     run = ninfer("bench", "decode", path, "--context", 70, "--rounds", 8, *CPU)
     assert run.code == 0, run.err
-    assert run.document["results"][0]["id"] == "decode/tiny/groupwise-int/c1/ctx70"
+    assert measured(run.document)[0]["id"] == "decode/tiny/groupwise-int/c1/ctx70"
     assert ninfer("bench", "synth", "tiny/groupwise-int", path, "--config", config).code == 2
 
 
@@ -52,7 +62,7 @@ def test_decode_reports_rate_share_and_check(ninfer: Ninfer, artifact: Path) -> 
     assert run.code == 0, run.err
     document = run.document
     assert document["schema"] == "ninfer.bench/1"
-    first, second = document["results"]
+    first, second = measured(document)
     assert first["id"].endswith("/c1/ctx64")
     assert second["id"].endswith("/c1/ctx130")
     assert first["limit"] == "read_gbps"
@@ -73,7 +83,7 @@ def test_prefill_reports_rate_and_share(ninfer: Ninfer, artifact: Path, tmp_path
     arguments = ("--tokens", 200, "--prefill-chunk", 128, "--plot", plot)
     run = ninfer("bench", "prefill", artifact, *arguments, *CPU)
     assert run.code == 0, run.err
-    (row,) = run.document["results"]
+    (row,) = measured(run.document)
     assert row["id"].startswith("prefill/")
     assert row["limit"] == "mma_tflops"
     assert plot.stat().st_size > 1000
@@ -88,6 +98,22 @@ def test_load_ops_and_all_run_without_a_card(ninfer: Ninfer, artifact: Path, tmp
     assert {name.partition("/")[0] for name in ids(run.document)} == {"decode", "columns", "prefill", "load"}
     (written,) = tmp_path.glob("*.json")
     assert json.loads(written.read_text()) == run.document
+
+
+def test_an_error_on_the_way_keeps_what_was_measured(
+    ninfer: Ninfer, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise StorageError("the card fell off")
+
+    monkeypatch.setattr(suite, "prefill", broken)
+    run = ninfer("bench", "all", artifact, "--context", 64, "--rounds", 8, "--record", tmp_path, *CPU)
+    assert run.code == 1
+    (written,) = tmp_path.glob("*.json")
+    rows = measured(json.loads(written.read_text()))
+    assert rows[0]["id"].startswith("decode/")
+    assert [row["problem"] for row in rows if "problem" in row] == ["the card fell off"]
+    assert rows[-1]["id"].startswith("load/")
 
 
 def test_a_context_beyond_the_model_is_refused_in_one_line(ninfer: Ninfer, artifact: Path) -> None:
