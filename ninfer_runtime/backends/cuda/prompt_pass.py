@@ -15,7 +15,7 @@ from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
 from ninfer_runtime.backends.cuda.packing import activation_stride
 from ninfer_runtime.backends.cuda.round_pass import InputAddresses, gdn_inputs, gdn_weights
-from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors
+from ninfer_runtime.backends.cuda.weights import AttentionTensors, DeviceWeights, GdnTensors
 from ninfer_runtime.models.spec import ModelSpec
 
 _BF16, _FLOAT = 2, 4
@@ -31,6 +31,12 @@ def specs(regions: Regions, spec: ModelSpec) -> list[KernelSpec]:
     ]
 
 
+def ordinals(weights: DeviceWeights) -> tuple[int, ...]:
+    """For each layer how many of its kind come before it: its place among recurrent states, or among KV planes."""
+    kinds = [type(layer.mixer) for layer in weights.layers]
+    return tuple(kinds[:i].count(kind) for i, kind in enumerate(kinds))
+
+
 class PromptPass:
     """Queues prompt chunks whose ids, positions and pages lie in ``Regions.prompt``."""
 
@@ -43,36 +49,40 @@ class PromptPass:
         self._attention = AttentionPrefill(device, regions.attention)
         self._gdn = GdnPrefill(device, regions.gdn)
         self._states = GdnStateLayout(regions.gdn)
+        self._ordinals = ordinals(regions.weights)
 
     def queue(self, stream: Stream, slot: int, start: int, n_tokens: int, *, has_own_rows: bool) -> None:
         """All layers; afterwards ``x`` holds the residual stream of every token."""
         r, a = self._regions, self._regions.activations
         own = {"own_index": r.prompt.own_index, "own_rows": r.prompt.own_rows} if has_own_rows else {}
         self._embed.launch(stream, n_tokens, r.prompt.tokens, a.x, **own)
-        n_attention = n_gdn = 0
-        for i, layer in enumerate(r.weights.layers):
-            self._norm.launch(stream, n_tokens, a.x, layer.input_norm.pointer, a.normed)
-            self._matrices.inputs(stream, i, n_tokens)
-            if isinstance(layer.mixer, GdnTensors):
-                self._gdn.launch(
-                    stream,
-                    n_tokens=n_tokens,
-                    slot=slot,
-                    inputs=gdn_inputs(layer.mixer.inputs, a.inputs, n_tokens),
-                    weights=gdn_weights(layer.mixer),
-                    state=self._states.layer(n_gdn, r.states, r.records),
-                    out=a.mixed,
-                    out_stride=activation_stride(layer.mixer.output.k),
-                    workspace=r.gdn_prefill_workspace,
-                )
-                n_gdn += 1
-            else:
-                self._attend(stream, layer.mixer, n_attention, start, n_tokens)
-                n_attention += 1
-            self._matrices.output(stream, i, n_tokens)
-            self._norm.launch(stream, n_tokens, a.x, layer.post_attention_norm.pointer, a.normed)
-            self._matrices.gate_up(stream, i, n_tokens)
-            self._matrices.down(stream, i, n_tokens)
+        for layer in range(len(r.weights.layers)):
+            self.layer(stream, layer, slot, start, n_tokens)
+
+    def layer(self, stream: Stream, layer: int, slot: int, start: int, n_tokens: int) -> None:
+        """One decoder block: ``x`` in place."""
+        r, a = self._regions, self._regions.activations
+        tensors = r.weights.layers[layer]
+        self._norm.launch(stream, n_tokens, a.x, tensors.input_norm.pointer, a.normed)
+        self._matrices.inputs(stream, layer, n_tokens)
+        if isinstance(tensors.mixer, GdnTensors):
+            self._gdn.launch(
+                stream,
+                n_tokens=n_tokens,
+                slot=slot,
+                inputs=gdn_inputs(tensors.mixer.inputs, a.inputs, n_tokens),
+                weights=gdn_weights(tensors.mixer),
+                state=self._states.layer(self._ordinals[layer], r.states, r.records),
+                out=a.mixed,
+                out_stride=activation_stride(tensors.mixer.output.k),
+                workspace=r.gdn_prefill_workspace,
+            )
+        else:
+            self._attend(stream, tensors.mixer, self._ordinals[layer], start, n_tokens)
+        self._matrices.output(stream, layer, n_tokens)
+        self._norm.launch(stream, n_tokens, a.x, tensors.post_attention_norm.pointer, a.normed)
+        self._matrices.gate_up(stream, layer, n_tokens)
+        self._matrices.down(stream, layer, n_tokens)
 
     def logits(self, stream: Stream, tokens: Sequence[int]) -> None:
         """Logits of consecutive tokens of the last chunk: rows 0.. of ``logits``."""

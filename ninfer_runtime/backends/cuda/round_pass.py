@@ -99,7 +99,10 @@ class RoundPass:
         t, layers = n_rows * n_columns, self._regions.weights.layers
         self._begin.launch(stream, n_rows, n_columns)
         first_norm = layers[0].input_norm.pointer
-        self._embed.launch(stream, t, r.round_memory.tokens, a.x, norm_weight=first_norm, xn=a.normed, ss=a.ss)
+        # Later launches read rows and page table before those ahead of them have ended: here all of that is complete.
+        self._embed.launch(
+            stream, t, r.round_memory.tokens, a.x, norm_weight=first_norm, xn=a.normed, ss=a.ss, pdl=False
+        )
         n_parts = 1
         n_attention = n_gdn = 0
         for i, layer in enumerate(layers):

@@ -74,6 +74,7 @@ class Embed:
         ss: int = 0,
         own_index: int = 0,
         own_rows: int = 0,
+        pdl: bool = True,
     ) -> None:
         """``x`` fp32 [T, hidden] from ``tokens`` int32 [T], values rounded to bf16.
 
@@ -85,4 +86,4 @@ class Embed:
         params = EmbedParams(
             self._base, self._high, self._scales, tokens, own_index, own_rows, norm_weight, x, xn, ss, n_tokens
         )
-        kernel.launch((n_tokens, 1, 1), params, stream)
+        kernel.launch((n_tokens, 1, 1), params, stream, pdl=pdl)
