@@ -35,23 +35,27 @@
 enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_large.py
 
 constexpr int WARPS = THREADS / WARP_LANES;
-constexpr int ROW_WARPS = 8;                                // each two tile rows
-constexpr int TOKEN_WARPS = WARPS / ROW_WARPS;              // that share two tile rows, each its part of the tokens
 constexpr int STAGE_COLUMNS = 128;
 constexpr int GROUP_COLUMNS = 64;
 constexpr int GROUP_BYTES = TOKENS * GROUP_COLUMNS * 2;
 constexpr int TOKEN_BYTES = 2 * GROUP_BYTES;                // of a stage
-constexpr int SCALE_BYTES = 32 * ROW_WARPS * 4;             // of a stage: a word of each lane of the first row warps
+constexpr int SCALE_BYTES = THREADS * 4;                    // of a stage: a word of each lane
 constexpr int STAGE_BYTES = TOKEN_BYTES + SCALE_BYTES;
 constexpr int STAGE_CHUNKS = STAGE_COLUMNS / 8;             // 16-byte chunks of a token in a stage
 constexpr int CHUNKS = TOKEN_BYTES / 16 / THREADS;          // chunks that a thread copies per stage
 constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;  // tokens that one chunk of every thread covers
-constexpr int N_TILES = TOKENS / 8 / TOKEN_WARPS;           // of a warp
+constexpr int N_TILES = TOKENS / 8;
+#ifndef L2_AHEAD
+#define L2_AHEAD (EPILOGUE == RESIDUAL ? 4 : 0)  // stages that weights are asked into the L2 ahead of their use
+#endif
+#ifndef DEEP
+#define DEEP 0
+#endif
 constexpr int N_BLOCK = 4;  // token tiles whose operands are in registers together
 
 constexpr int MAX_MATRICES = 6;
 
-static_assert(THREADS % 256 == 0 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
+static_assert(THREADS == 256 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
 static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
 static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
 
@@ -89,7 +93,7 @@ struct Assignment {
 };
 
 DEVICE Assignment assignment(const LinearLargeParams& p, int row_tile) {
-    const int pair = row_tile * ROW_WARPS + warp_index() % ROW_WARPS;
+    const int pair = row_tile * WARPS + warp_index();
     if (pair >= p.n_pairs) return {-1, 0};
     int matrix = 0;
 #pragma unroll
@@ -128,7 +132,7 @@ DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, cons
                      ceil_div(maximum(p.n_tokens - first, 0), TOKENS_PER_PASS)};
     const uint8_t* scales = nullptr;  // a word of this lane's
     int step = 0;
-    if (warp_index() < ROW_WARPS && a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
+    if (a.matrix >= 0 && p.scales_at[a.matrix] >= 0) {
         const int lane = static_cast<int>(lane_id());
         const int64_t row = minimum(a.tile_row + lane / 16, p.n_tile_rows[a.matrix] - 1);
         step = p.stage_bytes[a.matrix];
@@ -200,7 +204,7 @@ DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j,
 template <int FORMAT>
 struct LaneWeights {
     using Layout = Tile<FORMAT>;
-    static constexpr bool BY_HALF = FORMAT == W8 || FORMAT == BF16;
+    static constexpr bool BY_HALF = FORMAT == BF16;
     static constexpr bool STAGED_SCALES = FORMAT <= Q6;  // scales come with the ring: a word per lane and stage
     static constexpr int BLOCKS_PER_STAGE = STAGE_COLUMNS / Layout::STEP;
     static_assert(!STAGED_SCALES || (BLOCKS_PER_STAGE == 1 && Layout::SCALE_BYTES == 64), "64 bytes per tile row");
@@ -252,12 +256,12 @@ struct LaneWeights {
 };
 
 // Sums of stages [begin, end) for this warp's two tile rows; FORMAT < 0: copies only. Operand A of a half group is made
-// while the half before is multiplied, also across the barrier between two stages.
+// while the half before is multiplied. The barrier for a stage is in the middle of the stage before, so that its first
+// operands are here when it begins.
 template <int FORMAT>
 DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring, int begin,
                      int end, Sums& sums) {
     constexpr bool IDLE = FORMAT < 0;
-    constexpr bool AHEAD = TOKEN_WARPS == 1;  // with more warps there are no registers for it, and less need
     using Lane = LaneWeights<IDLE ? Q4 : FORMAT>;
     constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
     const int lane = static_cast<int>(lane_id());
@@ -265,7 +269,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
     const int half_offset[2] = {(t + 4 * (g & 1)) * 16, (t + 4 * (~g & 1)) * 16};
     const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
 
-    Lane weights[2];
+    Lane weights[2][DEEP ? 2 : 1];  // [m][group of the stage]
     uint32_t at[2];           // byte of the tile row's stage that is loaded next, from the matrix's first on
     Scale<IDLE ? Q4 : FORMAT> scale[2][2];  // [m][row g, g + 8]
     uint32_t operand[2][2][4];  // [m][j][register]
@@ -279,26 +283,22 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             }
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                weights[m].load(tiles, at[m], group, half, lane);
+                weights[m][0].load(tiles, at[m], group, half, lane);
 #pragma unroll
-                for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
+                for (int j = 0; j < 2; ++j) weights[m][0].operand(2 * half + j, scale[m], operand[m][j]);
             }
             return;
         }
-        if (AHEAD && group == 0 && half == 0) {
-            cp_async_wait<STAGES - 2>();
-            warp_sync();  // scales are copied and read by the same warp
-        }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            if (FORMAT != BF16 && (half == 0 || FORMAT == W8))
-                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() % ROW_WARPS * 128 + g * 8 + m * 64, group, half,
-                                  scale[m]);
+            auto& held = weights[m][DEEP ? group : 0];
+            if (half == 0 || FORMAT == W8)
+                held.scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half, scale[m]);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
-            if (!Lane::BY_HALF && half == 0) continue;
-            if (group == 1 && half == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
-            weights[m].load(tiles, at[m], half == 1 ? group ^ 1 : group, Lane::BY_HALF ? half ^ 1 : 0, lane);
+            for (int j = 0; j < 2; ++j) held.operand(2 * half + j, scale[m], operand[m][j]);
+            if (half == 0) continue;
+            if (group == (DEEP ? 0 : 1) && left > 1) at[m] += ROW_STAGE_BYTES;
+            held.load(tiles, at[m], DEEP ? group : group ^ 1, 0, lane);
         }
     };
     if (!IDLE) {
@@ -306,20 +306,51 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
         for (int m = 0; m < 2; ++m) {
             const uint32_t row = minimum(a.tile_row + m, p.n_tile_rows[a.matrix] - 1);
             at[m] = (row * p.stages + begin) * ROW_STAGE_BYTES;
-            if (FORMAT != BF16) weights[m].load(tiles, at[m], 0, 0, lane);
+            if (FORMAT != BF16) {
+                weights[m][0].load(tiles, at[m], 0, 0, lane);
+                if (DEEP) weights[m][DEEP ? 1 : 0].load(tiles, at[m], 1, 0, lane);
+            }
         }
-        if (AHEAD || FORMAT == BF16) prepare(0, 0, 1);
+    }
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    uint4 first[N_BLOCK];  // operands B of a stage's first block, read before the stage begins
+    const auto read_tokens = [&](uint4(&tokens)[N_BLOCK], int half, int n0) {
+        const unsigned char* rows = ring + slot + g * 128 + half / 2 * GROUP_BYTES + half_offset[half % 2];
+#pragma unroll
+        for (int n = 0; n < N_BLOCK; ++n) tokens[n] = *reinterpret_cast<const uint4*>(rows + (n0 + n) * 1024);
+    };
+    if (!IDLE) {
+        prepare(0, 0, 1);
+        read_tokens(first, 0, 0);
     }
 #pragma unroll 1
     for (int left = end - begin; left > 0; --left) {
-        if (IDLE || FORMAT == BF16 || !AHEAD) cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        const unsigned char* tokens_at = ring + slot + (warp_index() / ROW_WARPS * N_TILES * 8 + g) * 128;
-        unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
 #pragma unroll
         for (int half = 0; half < 4; ++half) {
+            if (half == 2) {  // the next stage is here, the one before is free
+                cp_async_wait<STAGES - 3>();
+                __syncthreads();
+                const bool valid = left >= STAGES;
+                unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
+                copies.copy(p, free_slot, valid);
+                if (!IDLE && Lane::STAGED_SCALES)
+                    cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
+                               tiles + ((lane < 16 ? at[0] : at[1]) + (valid ? (STAGES - 1 - DEEP) * ROW_STAGE_BYTES : 0) +
+                                        Lane::Layout::SCALES_AT + lane % 16 * 4));
+                cp_async_commit();
+                if (!IDLE && L2_AHEAD > 0) {
+                    constexpr int LINES = ceil_div(ROW_STAGE_BYTES, 128);
+                    static_assert(LINES <= 32, "a lane's line");
+                    const int line = LINES <= 16 ? lane % 16 : lane;
+                    const uint32_t ahead = L2_AHEAD * ROW_STAGE_BYTES + line * 128;
+                    if (line < LINES && left > L2_AHEAD + DEEP) {
+                        prefetch_l2(tiles + ((LINES <= 16 && lane >= 16 ? at[1] : at[0]) + ahead));
+                        if (LINES > 16) prefetch_l2(tiles + (at[1] + ahead));
+                    }
+                }
+            }
             if (!IDLE) {
-                if (FORMAT != BF16 && !AHEAD) prepare(half / 2, half % 2, left);
                 uint32_t now[2][2][4];
 #pragma unroll
                 for (int i = 0; i < 16; ++i) now[i / 8][i / 4 % 2][i % 4] = operand[i / 8][i / 4 % 2][i % 4];
@@ -327,10 +358,12 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
 #pragma unroll
                 for (int n0 = 0; n0 < N_TILES; n0 += N_BLOCK) {
                     uint4 tokens[N_BLOCK];
+                    if (half == 0 && n0 == 0) {
 #pragma unroll
-                    for (int n = 0; n < N_BLOCK; ++n)
-                        tokens[n] = *reinterpret_cast<const uint4*>(tokens_at + half / 2 * GROUP_BYTES +
-                                                                    (n0 + n) * 1024 + half_offset[half % 2]);
+                        for (int n = 0; n < N_BLOCK; ++n) tokens[n] = first[n];
+                    } else {
+                        read_tokens(tokens, half, n0);
+                    }
 #pragma unroll
                     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -343,17 +376,9 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                             mma_bf16(sums[m][n0 + n], now[m][1], tokens[n].z, tokens[n].w);
                 }
             }
-            if (half == 0) {
-                const bool valid = left >= STAGES;
-                copies.copy(p, free_slot, valid);
-                if (!IDLE && Lane::STAGED_SCALES && warp_index() < ROW_WARPS)
-                    cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
-                               tiles + ((lane < 16 ? at[0] : at[1]) + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) +
-                                        Lane::Layout::SCALES_AT + lane % 16 * 4));
-                cp_async_commit();
-            }
             if (half == 3) slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-            if (!IDLE && FORMAT != BF16 && AHEAD) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
+            if (!IDLE && FORMAT != BF16) prepare((half + 1) % 4 / 2, (half + 1) % 2, left);
+            if (!IDLE && half == 3) read_tokens(first, 0, 0);
         }
     }
     __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
@@ -575,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             done += minimum(span_begin(p, other + 1), piece.tile_end) - span_begin(p, other);
         }
         const Assignment a = assignment(p, piece.tile / p.token_tiles);
-        const int first_token = piece.tile % p.token_tiles * TOKENS + warp_index() / ROW_WARPS * N_TILES * 8;
+        const int first_token = piece.tile % p.token_tiles * TOKENS;
         if (a.matrix >= 0) finish(p, a, first_token, sums);
     }
 }
