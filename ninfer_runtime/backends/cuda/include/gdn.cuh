@@ -65,8 +65,10 @@ struct GdnGates {
     float alpha, beta;
 };
 
-// g = -exp(a_log) softplus(a + dt_bias), the logarithm of alpha; rate = exp(a_log).
-DEVICE float gdn_log_decay(float a, float rate, float dt_bias) { return -mul_rn(rate, softplus(a + dt_bias)); }
+// g = -exp(a_log) softplus(a + dt_bias), the logarithm of alpha.
+DEVICE float gdn_log_decay(float a, float a_log, float dt_bias) {
+    return -mul_rn(expf_precise(a_log), softplus(a + dt_bias));
+}
 
 // A head's channels: its value, and the query and key of its key head, which the first of the value heads that share
 // it accounts for.

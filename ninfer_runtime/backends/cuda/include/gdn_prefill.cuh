@@ -1,4 +1,4 @@
-// Gated DeltaNet over the tokens of one sequence in chunks of 64: what the four kernels of a prefill hand on.
+// Gated DeltaNet over the tokens of one sequence in chunks of 64: what the three kernels of a prefill hand on.
 // With G the sum of log2 of the decays inside a chunk, k, q normalised, q scaled, and S0 the state before the chunk:
 //   A_ij = beta_i (k_i . k_j) 2^(G_i - G_j), j < i;   T = (I + A)^-1;   U = T diag(beta) V;   W = T diag(beta 2^G) K
 //   V' = U - W S0;   O_i = 2^G_i q_i S0 + sum_{j <= i} 2^(G_i - G_j) (q_i . k_j) v'_j;   S = 2^G_64 S0 + sum_j ...
@@ -14,9 +14,9 @@
 constexpr int CHUNK = 64;
 constexpr int PIECE = 32 * 16;  // bytes
 
-constexpr int KEY_BLOCK = CHUNK * GDN_DIM * 2;       // bytes: queries, keys or values of a chunk and head, row-major bf16
+constexpr int KEY_BLOCK = CHUNK * GDN_DIM * 2;       // bytes: keys or queries of a chunk and key head, row-major bf16
 constexpr int W_BLOCK = CHUNK * GDN_DIM * 2;         // pieces [key step 8][token tile 4]: -W
-constexpr int U_BLOCK = CHUNK * GDN_DIM * 2;         // the values, then pieces [value tile 8][token step 4] of U, then of V'
+constexpr int U_BLOCK = CHUNK * GDN_DIM * 2;         // pieces [value tile 8][token step 4]: U, then V'
 constexpr int STATE_BLOCK = GDN_DIM * GDN_DIM * 2;   // pieces [value tile 8][key step 8]: S0
 constexpr int SCALAR_BLOCK = CHUNK * 4;
 
@@ -27,9 +27,8 @@ struct GdnWorkspace {
     float* query_scale;        // [64] per key head: 128^-0.5 / |q|
     float* key_scale;          // 1 / |k|
     float* decay;              // [64] per value head: G
-    float* beta;
     unsigned char* w;          // W_BLOCK per value head
-    unsigned char* u;          // U_BLOCK; first the values
+    unsigned char* u;          // U_BLOCK
     unsigned char* state;      // STATE_BLOCK
 };
 

@@ -58,7 +58,6 @@ struct Shared {
     uint16_t window[GDN_HISTORY + MAX_COLUMNS][3 * GDN_DIM];  // history, then this round's projections
     uint16_t z[MAX_COLUMNS][GDN_DIM];
     uint16_t norm[GDN_DIM];
-    float rate, dt_bias;
     int head;
 };
 static_assert(sizeof(Shared) <= BLOCK_SHARED, "dynamic shared memory of the launch");
@@ -91,11 +90,6 @@ DEVICE void stage_history(Shared& shared, const GdnDecodeParams& p, int slot, in
         }
         *reinterpret_cast<uint4*>((j < GDN_HISTORY ? shared.window[j] : shared.taps[j - GDN_HISTORY]) + 8 * vector) = words;
     });
-    if (thread == THREADS - 1) {
-        shared.head = static_cast<int>(blockIdx.x);
-        shared.rate = expf_precise(p.a_log[blockIdx.x]);
-        shared.dt_bias = p.dt_bias[blockIdx.x];
-    }
     if (thread < GDN_DIM / 8) *reinterpret_cast<uint4*>(&shared.norm[8 * thread]) = load_16(p.norm + 8 * thread);
 }
 
@@ -121,7 +115,7 @@ DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_column
     const int own = static_cast<int>(threadIdx.x) - (THREADS - WARP_LANES);
     if (own >= 0 && own < n_columns) {
         const int at = (line + own) * p.gate_stride + head;
-        const float log_decay = gdn_log_decay(p.a[at], shared.rate, shared.dt_bias);
+        const float log_decay = gdn_log_decay(p.a[at], p.a_log[head], p.dt_bias[head]);
         const GdnGates gates = {expf_precise(log_decay), sigmoid(p.b[at])};
         shared.columns.gates[own] = gates;
         *record.alpha(own, head) = gates.alpha;
@@ -188,7 +182,8 @@ DEVICE void evaluate(float (&s)[2][16], Shared& shared, int n_columns, int pass,
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(const __grid_constant__ GdnDecodeParams p) {
     DYNAMIC_SHARED(Shared, shared);
     grid_dependency_launch();
-    const int row = static_cast<int>(blockIdx.y);
+    const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) shared->head = static_cast<int>(blockIdx.x);
     const int slot = p.rows[row].slot, pending = p.rows[row].fold_columns;
     const GdnLane at;
     prefetch_state(matrix_of(p));

@@ -1,4 +1,4 @@
-// Gated DeltaNet prefill, last of four: outputs of a chunk and head from the state before it, and the gated norm.
+// Gated DeltaNet prefill, last of three: outputs of a chunk and head from the state before it, and the gated norm.
 //   O_i = 2^G_i q_i S0 + sum_{j <= i} 2^(G_i - G_j) (q_i . k_j) v'_j;   out = rms(O_i) w silu(z_i)
 // vz [T][2 VALUE_HEADS 128] (v | z), norm [128], out [T][VALUE_HEADS 128]: bf16, strides in elements, multiples of 8.
 // Grid: (VALUE_HEADS, chunks), 128 threads, 16 tokens per warp. gdn_prefill.cuh has formulas and layouts.
@@ -22,9 +22,9 @@ namespace {
 static_assert(THREADS / WARP_LANES * 16 == CHUNK, "a warp has 16 tokens");
 
 struct Shared {
-    unsigned char query[KEY_BLOCK];    // later V'
-    unsigned char key[KEY_BLOCK];      // later z
-    unsigned char state[STATE_BLOCK];  // later the result
+    unsigned char query[KEY_BLOCK];  // later the result
+    unsigned char key[KEY_BLOCK];    // later z
+    unsigned char state[STATE_BLOCK], values[U_BLOCK];
     float decay[CHUNK], query_scale[CHUNK], key_scale[CHUNK];
 };
 static_assert(sizeof(Shared) <= BLOCK_SHARED, "dynamic shared memory of the launch");
@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     copy_linear<SCALAR_BLOCK>(shared->key_scale, from.key_scale + key_block * CHUNK);
     cp_async_commit();
     copy_linear<STATE_BLOCK>(shared->state, from.state + block * STATE_BLOCK);
+    copy_linear<U_BLOCK>(shared->values, from.u + block * U_BLOCK);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
@@ -92,9 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const uint4 piece = piece_of(products[0], products[1]);
         weights[pair][0] = piece.x, weights[pair][1] = piece.z, weights[pair][2] = piece.y, weights[pair][3] = piece.w;
     }
-    __syncthreads();  // queries and keys have been read
-    copy_linear<U_BLOCK>(shared->query, from.u + block * U_BLOCK);
-    cp_async_commit();
+    __syncthreads();  // the keys have been read, z takes their place
     const uint16_t* const z = p.vz + GDN_VALUE_WIDTH + head * GDN_DIM + 8 * (thread % 16);
 #pragma unroll
     for (int row = thread / 16; row < CHUNK; row += THREADS / 16) {
@@ -103,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                           z + static_cast<int64_t>(minimum(t, p.n_tokens - 1)) * p.vz_stride, t < p.n_tokens);
     }
     cp_async_commit();
-    cp_async_wait<2>();
+    cp_async_wait<1>();
     __syncthreads();
 
     float o[16][4] = {};
@@ -120,14 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int n = 0; n < 16; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[n][e] *= carried[e / 2];
-    cp_async_wait<1>();
-    __syncthreads();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         if (step > warp) break;
 #pragma unroll
         for (int tile = 0; tile < 8; ++tile) {
-            const uint4 b = *reinterpret_cast<const uint4*>(shared->query + (4 * tile + step) * PIECE + 16 * lane);
+            const uint4 b = *reinterpret_cast<const uint4*>(shared->values + (4 * tile + step) * PIECE + 16 * lane);
             mma_bf16(o[2 * tile], weights[step], b.x, b.y);
             mma_bf16(o[2 * tile + 1], weights[step], b.z, b.w);
         }
@@ -155,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const uint32_t z = *reinterpret_cast<const uint32_t*>(swizzled(shared->key, i, n) + within);
             const float y0 = o[n][2 * half] * rms[half] * bf16_lo(w) * silu_fast(bf16_lo(z));
             const float y1 = o[n][2 * half + 1] * rms[half] * bf16_hi(w) * silu_fast(bf16_hi(z));
-            *reinterpret_cast<uint32_t*>(swizzled(shared->state, i, n) + within) = pack_bf16(y0, y1);
+            *reinterpret_cast<uint32_t*>(swizzled(shared->query, i, n) + within) = pack_bf16(y0, y1);
         }
     }
     warp_sync();  // a warp writes out its own 16 rows
@@ -163,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = lane; i < 16 * 16; i += WARP_LANES) {
         const int row = 16 * warp + (i >> 4), t = first + row;
         if (t >= p.n_tokens) continue;
-        const uint4 words = *reinterpret_cast<const uint4*>(swizzled(shared->state, row, i & 15));
+        const uint4 words = *reinterpret_cast<const uint4*>(swizzled(shared->query, row, i & 15));
         store_16(p.out + static_cast<int64_t>(t) * p.out_stride + head * GDN_DIM + 8 * (i & 15), words);
     }
 }

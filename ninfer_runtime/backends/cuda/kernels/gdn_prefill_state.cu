@@ -1,4 +1,4 @@
-// Gated DeltaNet prefill, third of four: the state from chunk to chunk, and what it makes of U.
+// Gated DeltaNet prefill, second of three: the state from chunk to chunk, and what it makes of U.
 //   V' = U - W S0;   S = 2^G_64 S0 + sum_j 2^(G_64 - G_j) k_j v'_j^T / |k_j|      gdn_prefill.cuh has formulas, layouts
 // A warp keeps 16 values x 128 keys of a head in registers, transposed, so that its accumulators are the next product's
 // A operand: warps share nothing but the operands that the block loads. State fp32 [head][value][key], in place; the

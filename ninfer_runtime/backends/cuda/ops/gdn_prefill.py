@@ -1,4 +1,4 @@
-"""Gated DeltaNet over the tokens of one sequence, in chunks of 64: four launches, state and history in place.
+"""Gated DeltaNet over the tokens of one sequence, in chunks of 64: three launches, state and history in place.
 
 The chunked form agrees with the recurrence to rounding (relative error below 1 %), not bit for bit; any number of
 tokens from 1 on, in any cut into calls. Formulas and workspace: ``include/gdn_prefill.cuh``; specification:
@@ -15,11 +15,14 @@ from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnInputs, GdnLayerWeigh
 from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, GdnGeometry, GdnLayerState, GdnStateLayout
 
 CHUNK: Final = 64
+MAX_GROUP: Final = 3
+"""Value heads that one block of the first kernel takes on after another; more would not raise what they share."""
 _STATE_WARPS = 4
 _TILE_BYTES = CHUNK * DIM * 2
 _STATE_BYTES = DIM * DIM * 2
 _SCALAR_BYTES = CHUNK * 4
 
+_PITCHED_TILE = CHUNK * (DIM + 8) * 2
 _MATRIX = CHUNK * (CHUNK + 8) * 4
 
 
@@ -32,15 +35,14 @@ class GdnWorkspace(ctypes.Structure):
         ("query_scale", ctypes.c_uint64),
         ("key_scale", ctypes.c_uint64),
         ("decay", ctypes.c_uint64),
-        ("beta", ctypes.c_uint64),
         ("w", ctypes.c_uint64),
         ("u", ctypes.c_uint64),
         ("state", ctypes.c_uint64),
     )
 
 
-class GdnConvolveParams(ctypes.Structure):
-    """Mirrors ``kernels/gdn_prefill_convolve.cu``."""
+class GdnChunksParams(ctypes.Structure):
+    """Mirrors ``kernels/gdn_prefill_chunks.cu``."""
 
     _fields_ = (
         ("qk", ctypes.c_uint64),
@@ -57,12 +59,6 @@ class GdnConvolveParams(ctypes.Structure):
         ("gate_stride", ctypes.c_int32),
         ("n_tokens", ctypes.c_int32),
     )
-
-
-class GdnChunksParams(ctypes.Structure):
-    """Mirrors ``kernels/gdn_prefill_chunks.cu``."""
-
-    _fields_ = (("workspace", GdnWorkspace),)
 
 
 class GdnStateParams(ctypes.Structure):
@@ -95,20 +91,24 @@ class GdnOutputParams(ctypes.Structure):
     )
 
 
-def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
-    chunks = 2 * _TILE_BYTES + 2 * _MATRIX + 3 * _SCALAR_BYTES
-    state = 2 * (2 * _TILE_BYTES + _STATE_WARPS * CHUNK * 16 * 2 + 2 * _SCALAR_BYTES)
-    output = 2 * _TILE_BYTES + _STATE_BYTES + 3 * _SCALAR_BYTES
+def _group(geometry: GdnGeometry) -> int:
+    return max(size for size in range(1, MAX_GROUP + 1) if geometry.ratio % size == 0)
 
-    def spec(name: str, threads: int, shared: int, min_blocks: int) -> KernelSpec:
-        constants = (*geometry.defines, ("BLOCK_SHARED", shared))
-        return KernelSpec(f"gdn_prefill_{name}.cu", f"gdn_prefill_{name}", constants, threads, shared, min_blocks)
+
+def _specs(geometry: GdnGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
+    group = _group(geometry)
+    chunks = 2 * _PITCHED_TILE + 2 * _MATRIX + (2 * group + 1) * _SCALAR_BYTES
+    state = 2 * (2 * _TILE_BYTES + _STATE_WARPS * CHUNK * 16 * 2 + 2 * _SCALAR_BYTES)
+    output = 3 * _TILE_BYTES + _STATE_BYTES + 3 * _SCALAR_BYTES
+
+    def spec(name: str, threads: int, shared: int, min_blocks: int, *defines: tuple[str, int]) -> KernelSpec:
+        constants = (*geometry.defines, *defines, ("BLOCK_SHARED", shared))
+        return KernelSpec(f"{name}.cu", name, constants, threads, shared, min_blocks)
 
     return (
-        spec("convolve", 256, 0, 3),
-        spec("chunks", 256, chunks, 3),
-        spec("state", 32 * _STATE_WARPS, state, 1),
-        spec("output", 128, output, 3),
+        spec("gdn_prefill_chunks", 256, chunks, 2, ("GROUP", group)),
+        spec("gdn_prefill_state", 32 * _STATE_WARPS, state, 1),
+        spec("gdn_prefill_output", 128, output, 1),
     )
 
 
@@ -122,7 +122,7 @@ def _workspace_sizes(geometry: GdnGeometry, max_tokens: int) -> tuple[int, ...]:
     chunks = -(-max_tokens // CHUNK)
     keys, values = chunks * geometry.key_heads, chunks * geometry.value_heads
     per_key = (_TILE_BYTES, _TILE_BYTES, _SCALAR_BYTES, _SCALAR_BYTES)
-    per_value = (_SCALAR_BYTES, _SCALAR_BYTES, _TILE_BYTES, _TILE_BYTES, _STATE_BYTES)
+    per_value = (_SCALAR_BYTES, _TILE_BYTES, _TILE_BYTES, _STATE_BYTES)
     return (*(keys * size for size in per_key), *(values * size for size in per_value))
 
 
@@ -137,7 +137,7 @@ class GdnPrefill:
     def __init__(self, device: Device, geometry: GdnGeometry) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._convolve, self._chunks, self._state, self._output = (device.kernel(spec) for spec in _specs(geometry))
+        self._chunks, self._state, self._output = (device.kernel(spec) for spec in _specs(geometry))
 
     def launch(
         self,
@@ -157,7 +157,7 @@ class GdnPrefill:
 
         The slot must have no pending record (``GdnFold``). out: bf16 [n_tokens][out_stride], rms(o) · norm · silu(z);
         workspace: ``workspace_bytes(geometry, n_tokens)`` bytes or more, content undefined. ``skip`` leaves out some of
-        the launches "convolve", "chunks", "state", "output", to time the others.
+        the launches "chunks", "state", "output", to time the others.
         """
         g, offset = self._geometry, self._layout.state_offset(slot)
         pointers = []
@@ -168,7 +168,7 @@ class GdnPrefill:
         qk_stride, vz_stride = inputs.qk_stride or 2 * g.key_width, inputs.vz_stride or 2 * g.value_width
         matrix, history = state.matrix + offset, state.history + offset
         n_chunks = -(-n_tokens // CHUNK)
-        convolve = GdnConvolveParams(
+        chunks = GdnChunksParams(
             inputs.qk,
             inputs.vz,
             inputs.a,
@@ -183,10 +183,8 @@ class GdnPrefill:
             inputs.gate_stride or g.value_heads,
             n_tokens,
         )
-        if "convolve" not in skip:
-            self._convolve.launch((2 * g.key_heads + g.value_heads, n_chunks, 1), convolve, stream)
         if "chunks" not in skip:
-            self._chunks.launch((g.value_heads, n_chunks, 1), GdnChunksParams(space), stream)
+            self._chunks.launch((g.value_heads // _group(g), n_chunks, 1), chunks, stream)
         advance = GdnStateParams(inputs.qk, inputs.vz, matrix, history, space, qk_stride, vz_stride, n_tokens)
         if "state" not in skip:
             self._state.launch((g.value_heads, DIM // (16 * _STATE_WARPS), 1), advance, stream)
