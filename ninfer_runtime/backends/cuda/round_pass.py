@@ -5,8 +5,11 @@ stream is float32; norms are folded into the matrices: producers of x leave bf16
 next matrix divides its sums by the rms.
 """
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
@@ -18,6 +21,7 @@ from ninfer_runtime.backends.cuda.ops.embed import Embed
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnInputs, GdnLayerWeights
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.linear_small import Output, Residual, RmsScale
+from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER
 from ninfer_runtime.backends.cuda.ops.round_begin import RoundBegin
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.packing import activation_stride
@@ -77,6 +81,29 @@ def gdn_weights(tensors: GdnTensors) -> GdnLayerWeights:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyStart:
+    """Which launches of a round may begin before those ahead have ended; a choice of ``tuning/``.
+
+    mixer         the recurrence and the attention, whose state and pages do not depend on the launch ahead
+    after_mixer   the output product behind them
+    """
+
+    mixer: bool = True
+    after_mixer: bool = True
+
+
+def early_start(device: Device) -> EarlyStart:
+    """The card's row "round" in its tuning file; all early for cards without one. UnsupportedError for a wrong file."""
+    file = FOLDER / f"{device.arch}-{device.n_sms}.json"
+    if not file.exists():
+        return EarlyStart()
+    try:
+        return EarlyStart(**json.loads(file.read_text(encoding="utf-8")).get("round", {}))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"{file.name} is no tuning file of rounds: {error}") from None
+
+
 class RoundPass:
     """Queues rounds. Made once; ``queue`` allocates nothing and may be captured."""
 
@@ -92,6 +119,7 @@ class RoundPass:
         }
         self._sampler = Sampler(device, regions.sampler_shape, regions.sampler, regions.round_memory, regions.counts)
         self._states = GdnStateLayout(regions.gdn)
+        self.early = early_start(device)
 
     def queue(self, stream: Stream, n_rows: int, n_columns: int) -> None:
         """Everything between the packed input and the packed result."""
@@ -120,6 +148,7 @@ class RoundPass:
                     state=self._states.layer(n_gdn, r.states, r.records),
                     out=a.mixed,
                     out_stride=activation_stride(layer.mixer.output.k),
+                    pdl=self.early.mixer,
                 )
                 n_gdn += 1
             else:
@@ -127,7 +156,8 @@ class RoundPass:
                 n_attention += 1
             following = layers[i + 1].input_norm if i + 1 < len(layers) else r.weights.final_norm
             post_norm = layer.post_attention_norm.pointer
-            small.output.launch(stream, t, a.mixed, residual=Residual(a.x, a.ss, a.normed, post_norm))
+            residual = Residual(a.x, a.ss, a.normed, post_norm)
+            small.output.launch(stream, t, a.mixed, residual=residual, pdl=self.early.after_mixer)
             n_parts = small.output.ss_parts
             ffn = Output(a.ffn, stride=activation_stride(layer.down.k))
             small.gate_up.launch(stream, t, a.normed, self._rms(n_parts), (ffn,))
@@ -160,4 +190,5 @@ class RoundPass:
             out=a.mixed,
             out_stride=activation_stride(tensors.output.k),
             workspace=r.attention_workspace,
+            pdl=self.early.mixer,
         )

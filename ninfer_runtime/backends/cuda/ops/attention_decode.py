@@ -157,6 +157,7 @@ class AttentionDecode:
         out: int,
         out_stride: int,
         workspace: int,
+        pdl: bool = True,
     ) -> None:
         """Column c = b · q + i of the round, i below the row's ``n_columns``, sees indices up to ``start + i``.
 
@@ -193,6 +194,6 @@ class AttentionDecode:
             self._n_parts,
             geometry.norm_eps,
         )
-        self._decode.launch((self._n_parts, 1, 1), params, stream)
+        self._decode.launch((self._n_parts, 1, 1), params, stream, pdl=pdl)
         blocks_per_column = geometry.n_heads * HEAD_DIM // _COMBINE_DIMS
         self._combine.launch((blocks_per_column, n_rows * q, 1), params, stream)

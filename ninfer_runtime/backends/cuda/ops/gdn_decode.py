@@ -140,6 +140,7 @@ class GdnDecode:
         state: GdnLayerState,
         out: int,
         out_stride: int = 0,
+        pdl: bool = True,
     ) -> None:
         """Line c = b · n_columns + i of inputs and ``out`` is column i of row b, evaluated for i < the row's n_columns.
 
@@ -176,7 +177,7 @@ class GdnDecode:
             g.norm_eps,
         )
         passes = 1 if g.value_heads * n_rows <= _HEADS_PER_SM[1] * self._n_sms else 2
-        self._kernels[passes].launch((g.value_heads, n_rows, 1), params, stream)
+        self._kernels[passes].launch((g.value_heads, n_rows, 1), params, stream, pdl=pdl)
 
 
 def fold_entries(entries: Sequence[tuple[int, int, int]]) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
