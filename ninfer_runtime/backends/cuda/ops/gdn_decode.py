@@ -145,8 +145,8 @@ class GdnDecode:
         """Line c = b · n_columns + i of inputs and ``out`` is column i of row b, evaluated for i < the row's n_columns.
 
         rows   RowState [n_rows]: the row's pending columns are folded whether or not it evaluates any. Rows, states and
-               records are read before the launch ahead of this one has ended, so whatever writes ``rows`` must be
-               followed by at least one launch without PDL before this one
+               records are read before the launch just ahead has ended: they must be older than that one, and it must
+               have waited itself before it lets this one start (as linear_small does), or be without PDL
         out    bf16 [n_rows · n_columns][out_stride]: rms(o) · norm · silu(z), 0 in lines that are not evaluated
         """
         if not (1 <= n_rows <= MAX_ROWS and 1 <= n_columns <= MAX_COLUMNS):
