@@ -21,6 +21,7 @@ import numpy as np
 from ninfer_format import Artifact
 from ninfer_runtime.backends.base import ProgramLimits, ProgramOptions, Round
 from ninfer_runtime.backends.cuda.backend import CudaBackend
+from ninfer_runtime.backends.cuda.device import Graph
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER
 from ninfer_runtime.backends.cuda.round_pass import EarlyStart
 from ninfer_runtime.config import PAGE_TOKENS, SamplingParams
@@ -57,7 +58,8 @@ def main() -> int:
         )
         device, stream, queue = program.device, program.stream, program._round_pass
         program.rollback(program.launch(round_))
-        graphs, times = {}, {}
+        graphs: dict[EarlyStart, Graph] = {}
+        times: dict[EarlyStart, list[float]] = {}
         for mixer, after in itertools.product((True, False), repeat=2):
             queue.early = EarlyStart(mixer, after)
             with device.capture(stream) as graph:

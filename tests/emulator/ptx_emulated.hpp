@@ -299,10 +299,6 @@ DEVICE void store_global(void* global, T value) {
 
 DEVICE uint4 load_stream_16(const void* global) { return load_global<uint4>(global); }
 
-DEVICE uint4 load_weights_16(const void* global) { return load_global<uint4>(global); }
-
-DEVICE uint2 load_weights_8(const void* global) { return load_global<uint2>(global); }
-
 DEVICE uint4 load_16(const void* global) { return load_global<uint4>(global); }
 
 DEVICE uint2 load_8(const void* global) { return load_global<uint2>(global); }

@@ -168,23 +168,6 @@ DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [
 
 // ---- memory shared between blocks of one grid
 
-// As load_stream_16, and where the source has it: a request that later work must not overtake.
-DEVICE uint4 load_weights_16(const void* global) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(global), "l"(evict_first_policy()));
-    return v;
-}
-
-DEVICE uint2 load_weights_8(const void* global) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
-                 : "=r"(v.x), "=r"(v.y)
-                 : "l"(global), "l"(evict_first_policy()));
-    return v;
-}
-
 DEVICE float load_relaxed(const float* global) {
     float v;
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(global) : "memory");
