@@ -28,7 +28,6 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
     Residual,
     RmsScale,
     Workspace,
-    workspace_bytes,
 )
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride, unpack_matrix
@@ -36,6 +35,7 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
 SAMPLES = 9
 WARM_UP_SECONDS = 0.1
+WORKSPACE_BYTES = 32 << 20  # enough for any geometry
 Q4, Q5, Q6, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "BF16"
 
 KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
@@ -45,6 +45,9 @@ KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "down": ("residual", ((Q5, HIDDEN, MLP),)),
     "attention_in": ("store", ((Q4, 7168, HIDDEN), (Q5, 7168, HIDDEN))),
     "head": ("store", ((Q6, 248320, HIDDEN),)),
+    # Next to no bytes: what a launch costs.
+    "small_store": ("store", ((Q4, 16896, 256),)),
+    "small_residual": ("residual", ((Q5, HIDDEN, 1024),)),
 }
 LAYER = ("gdn_in", "out", "gate_up", "down")
 
@@ -98,7 +101,7 @@ class Lab:
             ]
             self.weights[kind] = make
         self.activations: dict[int, npt.NDArray[np.float32]] = {}
-        pointers = {k: self._activations(k) for k in (HIDDEN, INNER, MLP)}
+        pointers = {k: self._activations(k) for k in (256, 1024, HIDDEN, INNER, MLP)}
         zeros = np.zeros(MAX_COLUMNS * activation_stride(MLP), np.float32)
         ss = np.full((320, MAX_COLUMNS), HIDDEN / 320, np.float32)
         self.buffers = Buffers(
@@ -230,8 +233,8 @@ def chain(lab: Lab, ops: Sequence[LinearSmall], columns: int, repeats: int) -> C
 
 def measure(lab: Lab, kinds: Sequence[str], columns_list: Sequence[int], check: bool) -> None:
     """Print a table for the geometry in force."""
-    arena = Arena(lab.device, workspace_bytes(lab.device) + (32 << 20))
-    workspace = Workspace(arena, workspace_bytes(lab.device))
+    arena = Arena(lab.device, WORKSPACE_BYTES)
+    workspace = Workspace(arena, WORKSPACE_BYTES)
     workspace.clear(lab.device, lab.stream)
     ops = {kind: lab.ops(arena, workspace, kind, max(columns_list)) for kind in kinds}
     for kind in kinds:
@@ -278,8 +281,10 @@ def main() -> None:
     for i, text in enumerate(["", *options.set]):
         changes = {key: int(value) for key, value in (item.split("=") for item in text.split(",") if item)}
 
-        def tuned(device: CudaDevice, tiles: int, changes: dict[str, int] = changes) -> LinearSmallTuning:
-            return dataclasses.replace(linear_small_tuning(device, tiles), **changes)
+        def tuned(
+            device: CudaDevice, tiles: int, n_tile_rows: int, changes: dict[str, int] = changes
+        ) -> LinearSmallTuning:
+            return dataclasses.replace(linear_small_tuning(device, tiles, n_tile_rows), **changes)
 
         linear_small.linear_small_tuning = tuned  # type: ignore[assignment]
         print(text or "table", flush=True)

@@ -9,6 +9,7 @@ import pytest
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan
+from ninfer_runtime.backends.cuda.ops import linear_small
 from ninfer_runtime.backends.cuda.ops.linear_small import (
     Epilogue,
     LinearSmall,
@@ -19,6 +20,7 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
     cut_spans,
     workspace_bytes,
 )
+from ninfer_runtime.backends.cuda.ops.linear_small_tuning import tuning_rows
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
 from tests.emulator.device import EmulatedDevice
 
@@ -51,8 +53,9 @@ class Bench:
 
     def __init__(self, device: EmulatedDevice, seed: int) -> None:
         self.device, self.rng, self.stream = device, np.random.default_rng(seed), device.stream()
-        self.arena = Arena(device, workspace_bytes(device) + (1 << 16))
-        self.workspace = Workspace(self.arena, workspace_bytes(device))
+        n_bytes = max(workspace_bytes(device), 4 << 20)  # any geometry of four SMs
+        self.arena = Arena(device, n_bytes)
+        self.workspace = Workspace(self.arena, n_bytes)
         self.workspace.clear(device, self.stream)
 
     def weight(self, format: str, n_rows: int, k: int, interleaved: bool = False) -> Weight:
@@ -149,6 +152,20 @@ def test_row_blocks_split_over_any_number_of_blocks_give_the_product(bench: Benc
 def test_matrices_of_several_formats_share_a_launch(bench: Bench, n_columns: int) -> None:
     rows = {"Q4G64_F16S": 131, "Q5G64_F16S": 260, "BF16": 3}
     run_store(bench, [bench.weight(f, n, 520) for f, n in rows.items()], n_columns, rms=True, floats=False)
+
+
+H200_ROWS = tuning_rows("sm_90a", 132, 233_472)
+
+
+@pytest.mark.parametrize("row", range(len(H200_ROWS)))
+def test_every_geometry_of_the_tuned_card_gives_the_product(
+    four_sms: Bench, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = H200_ROWS[row]
+    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_: geometry)
+    weights = [four_sms.weight(f, n, 392) for f, n in (("Q5G64_F16S", 300), ("Q4G64_F16S", 90), ("BF16", 20))]
+    run_store(four_sms, weights, geometry.columns, rms=True, floats=True)
+    run_store(four_sms, weights[:2], max(1, geometry.columns - 7), rms=False, floats=True)
 
 
 def test_two_w8_and_two_q6_matrices_share_a_launch(four_sms: Bench) -> None:

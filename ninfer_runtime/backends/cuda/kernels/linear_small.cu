@@ -30,13 +30,10 @@
 #define STAGES 4
 #endif
 #ifndef X_COLUMNS
-#define X_COLUMNS 512
+#define X_COLUMNS 0  // 0: activations from global memory (L1) straight to registers
 #endif
 #ifndef EPILOGUE
 #define EPILOGUE 0
-#endif
-#ifndef DIRECT_X
-#define DIRECT_X 0  // activations straight from global memory (L1) to registers, a step ahead: no barriers
 #endif
 
 enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
@@ -46,7 +43,7 @@ constexpr int WARPS = THREADS / WARP_LANES;
 constexpr int ROW_TILES = WARPS * MT;
 constexpr int TOKENS = NT * 8;
 constexpr int SUMS_TILES = 2;
-constexpr bool DIRECT = DIRECT_X != 0;
+constexpr bool DIRECT = X_COLUMNS == 0;
 constexpr bool WITH_SUMS = NT <= SUMS_TILES && !DIRECT;
 [[maybe_unused]] constexpr int GROUPS_AT_ONCE = NT == 1 ? 2 : 1;  // registers
 constexpr uint32_t EMPTY = 0xffffffffu;              // what the workspace holds between launches
@@ -58,6 +55,8 @@ struct Step {
     static constexpr int GROUPS = F == BF16 ? 1 : Tile<F>::GROUPS;
     static constexpr int BYTES = F == BF16 ? 1024 : Tile<F>::BLOCK_BYTES;
 };
+
+__host__ __device__ constexpr int minimum_of(int a, int b) { return a < b ? a : b; }
 
 __host__ __device__ constexpr int step_bytes(int format) {
     return format == Q4   ? Step<Q4>::BYTES
@@ -77,11 +76,11 @@ constexpr int SLOT = largest_step();
 constexpr bool ONE_FORMAT = (FORMATS & (FORMATS - 1)) == 0;
 constexpr int STAGE_BYTES = MT * SLOT;
 constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
-constexpr int X_ROW_PIECES = X_COLUMNS / 8;
+constexpr int X_ROW_PIECES = DIRECT ? 1 : X_COLUMNS / 8;
 constexpr int X_GROUPS = X_COLUMNS / 64;
 constexpr int GROUP_SUMS_BYTES = WITH_SUMS ? NT * 64 : 0;  // float4 per two tokens: their sums, twice
 constexpr int X_BYTES = DIRECT ? 0 : TOKENS * X_ROW_BYTES + X_GROUPS * GROUP_SUMS_BYTES;
-constexpr int X_PIECES = ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
+constexpr int X_PIECES = DIRECT ? 1 : ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
 
 static_assert(NT >= 1 && NT <= 6 && MT >= 1 && STAGES >= 2 && X_COLUMNS % 128 == 0, "geometry");
 static_assert(THREADS % X_ROW_PIECES == 0 || X_ROW_PIECES % THREADS == 0, "rows of activations over threads");
@@ -374,9 +373,12 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, WeightStream& 
     }
 }
 
-// Activations of the step to come, on their way from global memory: 16-byte pieces of this lane's token rows.
+// DIRECT: activations of the unit to come, on their way from global memory: 16-byte pieces of this lane's token rows. A
+// unit is a step, with several tiles of tokens a 64-column group: registers.
+constexpr int UNIT_PIECES = NT == 1 ? 4 : 2;
+
 struct DirectColumns {
-    uint4 pieces[NT][4];
+    uint4 pieces[NT][UNIT_PIECES];
 
     // COUNT pieces, 32 columns each, from a column on.
     template <int COUNT>
@@ -386,14 +388,27 @@ struct DirectColumns {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) pieces[n][i] = load_16(rows[n] + column * 2 + i * 64);
     }
+
+    // The unit at a column; behind the end of a row block, the next one's first, of whichever format.
+    template <int COUNT>
+    DEVICE void fetch_next(const uint8_t* const (&rows)[NT], int column, int end) {
+        if (column < end) {
+            fetch<COUNT>(rows, column);
+        } else {
+            fetch<UNIT_PIECES>(rows, 0);
+        }
+    }
 };
 
-// Part sums of one group from its two halves' operands, biased codes corrected by the same products with -bias.
+// multiply() with activations in registers: next holds the step's first unit, and in the end the following step's.
 template <int F>
-DEVICE void multiply_direct(const unsigned char* slot, const DirectColumns& x, WeightStream& stream,
-                            unsigned char* freed, Sums& sums) {
+DEVICE void multiply_direct(const unsigned char* slot, const uint8_t* const (&rows)[NT], int column, int column_end,
+                            DirectColumns& next, WeightStream& stream, unsigned char* freed, Sums& sums) {
+    constexpr int UNIT = NT == 1 ? Step<F>::COLUMNS : minimum_of(Step<F>::COLUMNS, 64);  // columns
     const int lane = static_cast<int>(lane_id());
     if constexpr (F == BF16) {
+        const DirectColumns x = next;
+        next.fetch_next<UNIT / 32>(rows, column + UNIT, column_end);
         uint4 a[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -412,20 +427,32 @@ DEVICE void multiply_direct(const unsigned char* slot, const DirectColumns& x, W
         }
     } else {
         constexpr int GROUPS = Step<F>::GROUPS;
-        constexpr bool BIASED = tile_bias<F>() != 0;
+        constexpr bool BIASED = NT == 1 && tile_bias<F>() != 0;  // the correction: mma with -bias for every element
         constexpr uint32_t MINUS = (0xc300u | tile_bias<F>() % 128) * 0x10001u;
         const uint32_t minus[4] = {MINUS, MINUS, MINUS, MINUS};
         uint2 scales[MT];
-        uint32_t words[GROUPS][MT][Tile<F>::WORDS];
+        constexpr int AHEAD = NT <= 2 ? GROUPS : 1;  // groups whose words are read at once: registers
+        uint32_t words[AHEAD][MT][Tile<F>::WORDS];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             scales[m] = tile_scales<F>(slot + m * SLOT, lane);
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) tile_words<F>(words[group][m], slot + m * SLOT, group, lane);
+            for (int group = 0; group < AHEAD; ++group) tile_words<F>(words[group][m], slot + m * SLOT, group, lane);
         }
         stream.request(freed);
+        DirectColumns x;
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
+            if (NT > 1 || group == 0) {
+                x = next;
+                next.fetch_next<UNIT / 32>(rows, column + (group + 1) * UNIT, column_end);
+            }
+            const int piece = NT == 1 ? 2 * group : 0;
+            auto& group_words = words[group % AHEAD];
+            if (group >= AHEAD) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) tile_words<F>(group_words[m], slot + m * SLOT, group, lane);
+            }
             Sums parts;
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -433,7 +460,7 @@ DEVICE void multiply_direct(const unsigned char* slot, const DirectColumns& x, W
                 if constexpr (BIASED) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint4 b = x.pieces[n][2 * group + half];
+                        const uint4 b = x.pieces[n][piece + half];
                         mma_bf16(start, minus, b.x, b.y);
                         mma_bf16(start, minus, b.z, b.w);
                     }
@@ -450,10 +477,10 @@ DEVICE void multiply_direct(const unsigned char* slot, const DirectColumns& x, W
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], words[group][m], 2 * half + j);
+                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], group_words[m], 2 * half + j);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
-                    const uint4 b = x.pieces[n][2 * group + half];
+                    const uint4 b = x.pieces[n][piece + half];
 #pragma unroll
                     for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
 #pragma unroll
@@ -488,7 +515,6 @@ struct Walk {
 // run_segment without shared activations: the columns of the step to come are read while this step is multiplied.
 template <int F>
 DEVICE void run_direct(const LinearSmallParams& p, const Segment& s, int end, Walk& walk, Sums& sums) {
-    constexpr int COUNT = Step<F>::COLUMNS / 32;
     int column = s.step * Step<F>::COLUMNS;
     int steps = s.length;
     while (steps > 0) {
@@ -497,19 +523,13 @@ DEVICE void run_direct(const LinearSmallParams& p, const Segment& s, int end, Wa
         walk.stream.left -= run;
 #pragma unroll 1
         for (int i = 0; i < run; ++i) {
-            const DirectColumns now = walk.columns;
-            column += Step<F>::COLUMNS;
-            // The last step of a row block reads ahead for the next one's first, of whichever format.
-            if (column < p.k_padded) {
-                walk.columns.fetch<COUNT>(walk.rows, column);
-            } else {
-                walk.columns.fetch<4>(walk.rows, 0);
-            }
             cp_async_wait<STAGES - 2>();
             warp_sync();
             const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
-            multiply_direct<F>(walk.ring + walk.slot, now, walk.stream, walk.ring + lane_id() * 16 + freed, sums);
+            multiply_direct<F>(walk.ring + walk.slot, walk.rows, column, p.k_padded, walk.columns, walk.stream,
+                               walk.ring + lane_id() * 16 + freed, sums);
             walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
+            column += Step<F>::COLUMNS;
         }
         if (walk.stream.left == 0) walk.stream.open(p, end);
     }
@@ -741,9 +761,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (--walk.stream.left == 0) walk.stream.open(p, end);
     }
 
+    grid_dependency_launch();  // the next launch, too, asks for weights while this one waits
     grid_dependency_wait();
-    grid_dependency_launch();
-    if (begin >= end) return;
 
     Segment s = segment_at(p, begin, end);
     const int first_column = s.step * (p.k_padded / p.k_steps[s.matrix]);
@@ -754,12 +773,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int token = minimum(n * 8 + g, p.n_columns - 1);
             walk.rows[n] = reinterpret_cast<const uint8_t*>(p.x + token * p.x_stride + t * 8);
         }
-        // The last columns of a row may be fewer than four pieces: those behind them are the next step's.
+        // The last columns of a row may be fewer than a unit's pieces: then the rest is not used.
         walk.columns.fetch<1>(walk.rows, first_column);
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int i = 1; i < 4; ++i)
+            for (int i = 1; i < UNIT_PIECES; ++i)
                 if (first_column + 32 * i < p.k_padded)
                     walk.columns.pieces[n][i] = load_16(walk.rows[n] + first_column * 2 + i * 64);
     } else {

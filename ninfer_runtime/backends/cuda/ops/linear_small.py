@@ -14,7 +14,7 @@ from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning
+from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning, tuning_rows
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activation_stride
 
 __all__ = ["LinearSmall", "Output", "Residual", "RmsScale", "Workspace", "activation_stride", "specs"]
@@ -118,7 +118,7 @@ def kernel_spec(
     """The variant for matrices of ``formats`` and 8 · ``tiles`` columns."""
     slot = max(step_bytes(f) for f in formats)
     sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
-    x_bytes = 0 if tuning.direct else 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
+    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes) if tuning.x_columns else 0
     stage_bytes = tuning.warps * tuning.tile_rows * slot
     static_bytes = 4 * (32 * tuning.warps + TOKEN_TILE * tiles)  # the kernel's own arrays
     budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes
@@ -132,7 +132,6 @@ def kernel_spec(
         ("MT", tuning.tile_rows),
         ("STAGES", stages),
         ("X_COLUMNS", tuning.x_columns),
-        ("DIRECT_X", tuning.direct),
     )
     return KernelSpec(
         "linear_small.cu", "linear_small", defines, 32 * tuning.warps, x_bytes + stages * stage_bytes, tuning.min_blocks
@@ -145,7 +144,7 @@ def specs(
     """Every variant that ``LinearSmall`` of these matrices may launch."""
     formats = frozenset(m.tile for m in matrices)
     return [
-        kernel_spec(formats, epilogue, tiles, linear_small_tuning(device, tiles))
+        kernel_spec(formats, epilogue, tiles, linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices)))
         for tiles in range(1, token_tiles(max_columns) + 1)
     ]
 
@@ -220,11 +219,15 @@ class Workspace:
 
 def workspace_bytes(device: Device, max_columns: int = MAX_COLUMNS) -> int:
     """Bytes that launches of up to ``max_columns`` columns need on this device."""
-    sizes = []
-    for tiles in range(1, token_tiles(max_columns) + 1):
-        tuning = linear_small_tuning(device, tiles)
-        sizes.append(device.n_sms * tuning.blocks_per_sm * tuning.warps * tuning.tile_rows * tiles * 4 * 32 * 4)
-    return max(sizes)
+    warp_tiles = {
+        tiles: max(
+            row.blocks_per_sm * row.warps * row.tile_rows
+            for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm)
+            if row.columns >= TOKEN_TILE * tiles
+        )
+        for tiles in range(1, token_tiles(max_columns) + 1)
+    }
+    return max(device.n_sms * rows * tiles * 4 * 32 * 4 for tiles, rows in warp_tiles.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,7 @@ class LinearSmall:
         formats = frozenset(m.tile for m in matrices)
         self._variants: list[_Variant] = []
         for tiles in range(1, token_tiles(max_columns) + 1):
-            tuning = linear_small_tuning(device, tiles)
+            tuning = linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices))
             spans = cut_spans(matrices, tuning.warps * tuning.tile_rows, device.n_sms * tuning.blocks_per_sm)
             self._variants.append(_Variant(kernel_spec(formats, epilogue, tiles, tuning), spans))
 
@@ -288,6 +291,7 @@ class LinearSmall:
         rstd: RmsScale | None = None,
         outputs: Sequence[Output] = (),
         residual: Residual | None = None,
+        pdl: bool = True,
     ) -> None:
         """Queue the product with ``x``, bf16 [n_columns][activation_stride(k)].
 
@@ -320,4 +324,4 @@ class LinearSmall:
             p.normed, p.next_norm = residual.normed, residual.next_norm
             p.normed_stride = activation_stride(self.matrices[0].n_outputs)
         grid = (spans.n_blocks, 1, 1)
-        self._device.kernel(variant.spec).launch(grid, p, stream)
+        self._device.kernel(variant.spec).launch(grid, p, stream, pdl=pdl)

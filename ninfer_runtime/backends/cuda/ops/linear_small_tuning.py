@@ -14,39 +14,41 @@ TOKEN_TILE = 8
 
 @dataclass(frozen=True, slots=True)
 class LinearSmallTuning:
-    """Geometry for up to ``columns`` columns.
+    """Geometry for up to ``columns`` columns of a launch with at least ``min_tile_rows`` tile rows.
 
     warps          per block
     tile_rows      tile rows (16 output rows) per warp
-    x_columns      activation columns staged at a time, a multiple of 128
     blocks_per_sm  blocks of the grid per SM; all of them resident at once
     min_blocks     blocks per SM that registers are limited for: twice blocks_per_sm lets the next launch begin early
     shared_bytes   limit of shared memory per block
     max_stages     limit of ring stages
-    direct         1: activations from global memory straight to registers instead
+    x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from global
+                   memory (L1) straight to registers, and warps never meet
     """
 
     columns: int
+    min_tile_rows: int
     warps: int
     tile_rows: int
-    x_columns: int
     blocks_per_sm: int
     min_blocks: int
     shared_bytes: int
     max_stages: int
-    direct: int = 0
+    x_columns: int
 
 
 @cache
-def _rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallTuning, ...]:
+def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallTuning, ...]:
+    """All rows of a card, the first that fits a launch counts. UnsupportedError for a file that is none."""
     file = FOLDER / f"{arch}-{n_sms}.json"
     if not file.exists():
         # Two blocks on an SM, this launch's and the next one's; 1 KB of each is the system's.
-        shared = min(101_376, shared_per_sm // 2 - 1024)
+        whole = min(101_376, shared_per_sm - 1024)
+        half = min(101_376, shared_per_sm // 2 - 1024)
         return (
-            LinearSmallTuning(8, 8, 1, 256, 1, 2, shared, 12, 1),
-            LinearSmallTuning(16, 8, 1, 128, 1, 2, shared, 12),
-            LinearSmallTuning(48, 8, 1, 128, 1, 1, min(101_376, shared_per_sm - 1024), 12),
+            LinearSmallTuning(16, 0, 8, 1, 1, 2, half, 12, 0),
+            LinearSmallTuning(32, 0, 8, 1, 1, 1, whole, 12, 0),
+            LinearSmallTuning(48, 0, 8, 1, 1, 1, whole, 12, 128),
         )
     try:
         return tuple(LinearSmallTuning(**row) for row in json.loads(file.read_text(encoding="utf-8"))["linear_small"])
@@ -54,10 +56,11 @@ def _rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallTuning,
         raise UnsupportedError(f"{file.name} is no tuning file of linear_small: {error}") from None
 
 
-def linear_small_tuning(device: Device, tiles: int) -> LinearSmallTuning:
-    """Geometry for 8 · ``tiles`` columns on this device: the first row of its table with as many."""
-    rows = _rows(device.arch, device.n_sms, device.shared_per_sm)
-    for row in rows:
-        if row.columns >= TOKEN_TILE * tiles:
+def linear_small_tuning(device: Device, tiles: int, n_tile_rows: int) -> LinearSmallTuning:
+    """Geometry for 8 · ``tiles`` columns and matrices of ``n_tile_rows`` tile rows together."""
+    for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm):
+        if row.columns >= TOKEN_TILE * tiles and row.min_tile_rows <= n_tile_rows:
             return row
-    raise UnsupportedError(f"no tuning of linear_small for {TOKEN_TILE * tiles} columns on {device.name}")
+    raise UnsupportedError(
+        f"no tuning of linear_small for {TOKEN_TILE * tiles} columns and {n_tile_rows} tile rows on {device.name}"
+    )
