@@ -22,7 +22,8 @@ from typing import Any
 
 from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, make_plan
-from ninfer_runtime.config import EngineConfig, SamplingParams
+from ninfer_runtime.backends import NAMES, default_device
+from ninfer_runtime.config import Dtype, EngineConfig, SamplingParams
 from ninfer_runtime.engine.engine import Engine
 from ninfer_runtime.engine.sequence import Request
 from ninfer_runtime.text.frontend import Frontend
@@ -130,11 +131,13 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
     parser.add_argument("--recipes", default="bf16,groupwise-int", help="for folders (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the arithmetic")
+    parser.add_argument("--backend", choices=NAMES, default="reference", help="where it runs; cuda means bfloat16")
     parser.add_argument("--per-kind", type=int, default=8, help="questions per task (default: %(default)s)")
     parser.add_argument("--transformers", action="store_true", help="add the folder's scores under transformers")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     given = parser.parse_args()
-    config = EngineConfig(dtype=given.dtype)
+    dtype: Dtype = "bfloat16" if given.backend == "cuda" else given.dtype
+    config = EngineConfig(backend=given.backend, device=default_device(given.backend), dtype=dtype)
     scores: dict[str, dict[str, dict[str, int]]] = {}
     for source in given.sources:
         columns = {"transformers": with_transformers(source, given.per_kind)} if given.transformers else {}
@@ -143,7 +146,7 @@ def main() -> None:
         if not given.json:
             print(table(str(source), columns, given.per_kind) + "\n", flush=True)
     if given.json:
-        print(json.dumps({"schema": SCHEMA, "per_kind": given.per_kind, "dtype": given.dtype, "scores": scores}))
+        print(json.dumps({"schema": SCHEMA, "per_kind": given.per_kind, "dtype": dtype, "scores": scores}))
 
 
 if __name__ == "__main__":
