@@ -1,6 +1,6 @@
 // y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16 [T][x_stride].
 // Alignment: x 16 bytes, x_stride a multiple of 8 elements, tiles 128 bytes, outputs 4 bytes. Any T, N, K; columns of x
-// from K on are never used. Up to MATRICES matrices of the same K, any mix of FORMATS, one persistent grid.
+// from K on meet zero weights and must be numbers. Up to MATRICES matrices of the same K and FORMAT; a persistent grid.
 // Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)); products and sums are exact and fp32;
 // tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
 //
@@ -16,8 +16,8 @@
 #include "common.cuh"
 #include "tiles.cuh"
 
-#ifndef FORMATS
-#define FORMATS 1
+#ifndef FORMAT
+#define FORMAT Q4
 #endif
 #ifndef TOKENS
 #define TOKENS 128
@@ -43,21 +43,18 @@ constexpr int SCALE_BYTES = THREADS * 4;                    // of a stage: a wor
 constexpr int STAGE_BYTES = TOKEN_BYTES + SCALE_BYTES;
 constexpr int STAGE_CHUNKS = STAGE_COLUMNS / 8;             // 16-byte chunks of a token in a stage
 constexpr int CHUNKS = TOKEN_BYTES / 16 / THREADS;          // chunks that a thread copies per stage
-constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;  // tokens that one chunk of every thread covers
+constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;     // tokens that one chunk of every thread covers
 constexpr int N_TILES = TOKENS / 8;
-#ifndef L2_AHEAD
-#define L2_AHEAD (EPILOGUE == RESIDUAL ? 4 : 0)  // stages that weights are asked into the L2 ahead of their use
-#endif
-#ifndef DEEP
-#define DEEP 0
-#endif
+// Stages that weights are asked into the L2 ahead of their use. Where few, long tiles are shared by blocks at different
+// places of K this hides the DRAM (7 % on an H200); elsewhere the instructions cost more than it brings.
+constexpr int L2_AHEAD = EPILOGUE == RESIDUAL ? 4 : 0;
 constexpr int N_BLOCK = 4;  // token tiles whose operands are in registers together
 
 constexpr int MAX_MATRICES = 6;
 
 static_assert(THREADS == 256 && TOKENS % 32 == 0 && TOKENS_PER_PASS % 2 == 0 && N_TILES % N_BLOCK == 0, "geometry");
 static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
-static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
+static_assert(STAGES >= 3 && STAGES * STAGE_BYTES <= 101376, "shared memory");
 
 struct LinearLargeParams {
     const uint8_t* tiles[MAX_MATRICES];
@@ -65,7 +62,6 @@ struct LinearLargeParams {
     const uint16_t* x;
     float* partials;   // per block: TOKENS * 256 sums
     uint32_t* flags;   // per block; 0 between launches
-    int format[MAX_MATRICES];
     int n_rows[MAX_MATRICES];       // of the output: half the matrix's for SWIGLU
     int n_tile_rows[MAX_MATRICES];
     int stage_bytes[MAX_MATRICES];  // of a tile row in a stage
@@ -77,7 +73,6 @@ struct LinearLargeParams {
     int n_pairs;                // of all matrices
     int n_tokens;
     int token_tiles;
-    int k;
     int x_stride;
     int stages;                 // of a tile: ceil(k / 128)
     int whole_tiles;            // computed by one block each
@@ -155,7 +150,6 @@ DEVICE Copies start_copies(const LinearLargeParams& p, unsigned char* ring, cons
 // conversion, and fma(u, scale 2^109, -bias scale 2^-24) is the weight times 2^-24, rounded once. The scale itself is
 // rounded to bf16; any binary16 scale stays in range. The factor 2^24 is made up for in the epilogue.
 
-template <int FORMAT>
 struct Scale {
     static constexpr uint32_t BIAS = FORMAT == Q4 ? 8 : FORMAT == Q5 ? 16 : FORMAT == Q6 ? 32 : 128;
     uint32_t unit;     // of a code at bit 0, bf16 twice
@@ -171,8 +165,7 @@ struct Scale {
 };
 
 // Register i of operand A of mma j of a group.
-template <int FORMAT>
-DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j, int i, const Scale<FORMAT>& scale) {
+DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j, int i, const Scale& scale) {
     const int pair = 4 * j + i;
     uint32_t codes, unit = scale.unit;
     if constexpr (FORMAT == Q4) {
@@ -201,7 +194,6 @@ DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j,
 }
 
 // What a lane holds of one 64-column group of a tile row, or of half of it (BY_HALF).
-template <int FORMAT>
 struct LaneWeights {
     using Layout = Tile<FORMAT>;
     static constexpr bool BY_HALF = FORMAT == BF16;
@@ -237,41 +229,40 @@ struct LaneWeights {
     }
 
     // Scales of the lane's rows for a group of the stage, or a half of a group; staged: its 8 bytes of the ring.
-    DEVICE void scales(const unsigned char* staged, int group, int half, Scale<FORMAT> (&scale)[2]) const {
+    DEVICE void scales(const unsigned char* staged, int group, int half, Scale (&scale)[2]) const {
         const uint2 both = STAGED_SCALES ? *reinterpret_cast<const uint2*>(staged) : pairs;
         const int second = FORMAT == W8 ? half : group;
         scale[0].set(second ? half_hi(both.x) : half_lo(both.x));
         scale[1].set(second ? half_hi(both.y) : half_lo(both.y));
     }
 
-    DEVICE void operand(int j, const Scale<FORMAT> (&scale)[2], uint32_t (&a)[4]) const {
+    DEVICE void operand(int j, const Scale (&scale)[2], uint32_t (&a)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (FORMAT == BF16)
                 a[i] = words[4 * j + i];
             else
-                a[i] = scaled_pair<FORMAT>(words, j, i, scale[i & 1]);
+                a[i] = scaled_pair(words, j, i, scale[i & 1]);
         }
     }
 };
 
-// Sums of stages [begin, end) for this warp's two tile rows; FORMAT < 0: copies only. Operand A of a half group is made
+// Sums of stages [begin, end) for this warp's two tile rows; IDLE: only copies. Operand A of a half group is made
 // while the half before is multiplied. The barrier for a stage is in the middle of the stage before, so that its first
 // operands are here when it begins.
-template <int FORMAT>
+template <bool IDLE>
 DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring, int begin,
                      int end, Sums& sums) {
-    constexpr bool IDLE = FORMAT < 0;
-    using Lane = LaneWeights<IDLE ? Q4 : FORMAT>;
+    using Lane = LaneWeights;
     constexpr uint32_t ROW_STAGE_BYTES = Lane::BLOCKS_PER_STAGE * Lane::Layout::BLOCK_BYTES;
     const int lane = static_cast<int>(lane_id());
     const int g = lane >> 2, t = lane & 3;
     const int half_offset[2] = {(t + 4 * (g & 1)) * 16, (t + 4 * (~g & 1)) * 16};
     const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
 
-    Lane weights[2][DEEP ? 2 : 1];  // [m][group of the stage]
+    Lane weights[2];
     uint32_t at[2];           // byte of the tile row's stage that is loaded next, from the matrix's first on
-    Scale<IDLE ? Q4 : FORMAT> scale[2][2];  // [m][row g, g + 8]
+    Scale scale[2][2];  // [m][row g, g + 8]
     uint32_t operand[2][2][4];  // [m][j][register]
     int slot = 0;
     // Makes the operand of half `half` of group `group` from words that are here, and asks for the next ones.
@@ -283,22 +274,21 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             }
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                weights[m][0].load(tiles, at[m], group, half, lane);
+                weights[m].load(tiles, at[m], group, half, lane);
 #pragma unroll
-                for (int j = 0; j < 2; ++j) weights[m][0].operand(2 * half + j, scale[m], operand[m][j]);
+                for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
             }
             return;
         }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            auto& held = weights[m][DEEP ? group : 0];
             if (half == 0 || FORMAT == W8)
-                held.scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half, scale[m]);
+                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half, scale[m]);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) held.operand(2 * half + j, scale[m], operand[m][j]);
+            for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
             if (half == 0) continue;
-            if (group == (DEEP ? 0 : 1) && left > 1) at[m] += ROW_STAGE_BYTES;
-            held.load(tiles, at[m], DEEP ? group : group ^ 1, 0, lane);
+            if (group == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
+            weights[m].load(tiles, at[m], group ^ 1, 0, lane);
         }
     };
     if (!IDLE) {
@@ -306,10 +296,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
         for (int m = 0; m < 2; ++m) {
             const uint32_t row = minimum(a.tile_row + m, p.n_tile_rows[a.matrix] - 1);
             at[m] = (row * p.stages + begin) * ROW_STAGE_BYTES;
-            if (FORMAT != BF16) {
-                weights[m][0].load(tiles, at[m], 0, 0, lane);
-                if (DEEP) weights[m][DEEP ? 1 : 0].load(tiles, at[m], 1, 0, lane);
-            }
+            if (FORMAT != BF16) weights[m].load(tiles, at[m], 0, 0, lane);
         }
     }
     cp_async_wait<STAGES - 2>();
@@ -336,7 +323,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                 copies.copy(p, free_slot, valid);
                 if (!IDLE && Lane::STAGED_SCALES)
                     cp_async_4(free_slot + TOKEN_BYTES + threadIdx.x * 4,
-                               tiles + ((lane < 16 ? at[0] : at[1]) + (valid ? (STAGES - 1 - DEEP) * ROW_STAGE_BYTES : 0) +
+                               tiles + ((lane < 16 ? at[0] : at[1]) + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) +
                                         Lane::Layout::SCALES_AT + lane % 16 * 4));
                 cp_async_commit();
                 if (!IDLE && L2_AHEAD > 0) {
@@ -344,7 +331,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
                     static_assert(LINES <= 32, "a lane's line");
                     const int line = LINES <= 16 ? lane % 16 : lane;
                     const uint32_t ahead = L2_AHEAD * ROW_STAGE_BYTES + line * 128;
-                    if (line < LINES && left > L2_AHEAD + DEEP) {
+                    if (line < LINES && left > L2_AHEAD) {
                         prefetch_l2(tiles + ((LINES <= 16 && lane >= 16 ? at[1] : at[0]) + ahead));
                         if (LINES > 16) prefetch_l2(tiles + (at[1] + ahead));
                     }
@@ -381,6 +368,7 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
             if (!IDLE && half == 3) read_tokens(first, 0, 0);
         }
     }
+    cp_async_wait<0>();
     __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
 }
 
@@ -522,19 +510,6 @@ DEVICE void finish(const LinearLargeParams& p, const Assignment& a, int first_to
     }
 }
 
-template <int FORMAT>
-DEVICE bool multiply_if(const LinearLargeParams& p, Copies& copies, const Assignment& a, unsigned char* ring,
-                        int begin, int end, Sums& sums) {
-    if constexpr ((FORMATS >> FORMAT) & 1) {
-        constexpr bool ONLY = FORMATS == 1 << FORMAT;
-        if (ONLY || p.format[a.matrix] == FORMAT) {
-            multiply<FORMAT>(p, copies, a, ring, begin, end, sums);
-            return true;
-        }
-    }
-    return false;
-}
-
 // The index-th piece of work of a block: stages [begin, end) of a tile.
 struct Piece {
     int tile, begin, end;
@@ -578,13 +553,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (piece.begin >= piece.end) break;
             const Assignment a = assignment(p, piece.tile / p.token_tiles);
             if (a.matrix < 0) {
-                multiply<-1>(p, copies, a, ring, piece.begin, piece.end, sums);
+                multiply<true>(p, copies, a, ring, piece.begin, piece.end, sums);
             } else {
-                multiply_if<0>(p, copies, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<1>(p, copies, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<2>(p, copies, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<3>(p, copies, a, ring, piece.begin, piece.end, sums) ||
-                    multiply_if<4>(p, copies, a, ring, piece.begin, piece.end, sums);
+                multiply<false>(p, copies, a, ring, piece.begin, piece.end, sums);
             }
         }
         copies = start_piece(p, ring, index + 1);

@@ -1,8 +1,9 @@
 """Matrix products of many tokens (prefill): y[t, n] = sum_k w[n, k] x[t, k], weights packed as tiles.
 
-One launch multiplies several matrices of the same K and of any formats with the same activations. The grid is
-persistent, at most one block per multiprocessor; blocks that share a tile hand sums over through the workspace, in a
-fixed order, so results repeat bit for bit on one card. Launches that share a workspace belong on one stream.
+An operation multiplies several matrices of the same K with the same activations: a launch for each, small ones of one
+format together. The grid is persistent, at most one block per multiprocessor; blocks that share a tile hand sums over
+through the workspace, in a fixed order, so results repeat bit for bit on one card. Launches that share a workspace
+belong on one stream.
 """
 
 import ctypes
@@ -22,14 +23,15 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix
 MAX_MATRICES = 6
 ROW_TILES = 16
 """Tile rows of a block's tile: two for each of its eight warps."""
-TOKEN_TILES = (128, 64)
-"""Tokens of a block's tile: the compiled variants."""
+SMALL_TILE_ROWS = 8
+"""Matrices of at most so many tile rows share launches."""
 STAGE_COLUMNS = 128
-STAGES = {128: 3, 64: 5}
-"""Depth of the ring of activations, as far as 99 KB of shared memory reach."""
+STAGES = {128: 3, 96: 3, 64: 5}
+"""Depth of the ring of activations by tokens of a block's tile, as far as 99 KB of shared memory reach."""
 MIN_SPAN = 4
 """Stages that a block is given at least: below that handing over costs more than it saves."""
-_COST = {128: 1.0, 64: 0.58}  # time of a tile relative to the largest, measured on an H200
+_COST = {128: 1.0, 96: 0.78, 64: 0.58}  # time of a tile relative to the largest, measured on an H200
+_TOKEN_TILES = {"W8G32_F16S": (96, 64), "BF16": (64,)}
 _THREADS = 256
 _WEIGHT_FACTOR = 2.0**24  # grouped weights are multiplied as this part of themselves, see linear_large.cu
 _SCALE_BYTES = 1024  # of a stage: a word of each thread
@@ -61,7 +63,6 @@ class LinearLargeParams(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
         ("flags", ctypes.c_void_p),
-        ("format", ctypes.c_int * MAX_MATRICES),
         ("n_rows", ctypes.c_int * MAX_MATRICES),
         ("n_tile_rows", ctypes.c_int * MAX_MATRICES),
         ("stage_bytes", ctypes.c_int * MAX_MATRICES),
@@ -73,7 +74,6 @@ class LinearLargeParams(ctypes.Structure):
         ("n_pairs", ctypes.c_int),
         ("n_tokens", ctypes.c_int),
         ("token_tiles", ctypes.c_int),
-        ("k", ctypes.c_int),
         ("x_stride", ctypes.c_int),
         ("stages", ctypes.c_int),
         ("whole_tiles", ctypes.c_int),
@@ -92,31 +92,57 @@ class Schedule:
     blocks: int
 
 
-def schedule(n_pairs: int, stages: int, n_tokens: int, n_sms: int) -> Schedule:
-    """The cut for ``n_pairs`` pairs of tile rows, ``stages`` · 128 columns and ``n_tokens`` tokens on ``n_sms``."""
+def token_tiles(matrix: PackedMatrix) -> tuple[int, ...]:
+    """Tokens of a block's tile, the compiled variants: as many as the format's operands leave registers for."""
+    return _TOKEN_TILES.get(matrix.format, (128, 64))
+
+
+def schedule(n_pairs: int, stages: int, n_tokens: int, n_sms: int, sizes: Sequence[int] = (128, 64)) -> Schedule:
+    """The cut for ``n_pairs`` pairs of tile rows, ``stages`` · 128 columns and ``n_tokens`` tokens on ``n_sms``.
+
+    ``sizes``: tokens that a tile may have.
+    """
     row_tiles = -(-n_pairs // (ROW_TILES // 2))
-    tokens = min(TOKEN_TILES, key=lambda size: (-(-n_tokens // size) * _COST[size], -size))
-    token_tiles = -(-n_tokens // tokens)
-    tiles = row_tiles * token_tiles
+    tokens = min(sizes, key=lambda size: (-(-n_tokens // size) * _COST[size], -size))
+    n_token_tiles = -(-n_tokens // tokens)
+    tiles = row_tiles * n_token_tiles
     whole = max(0, tiles // n_sms - 1) * n_sms
-    if tiles and tiles % n_sms == 0:
+    if tiles % n_sms == 0:
         whole = tiles
-    shared = tiles - whole
     blocks = n_sms if tiles >= n_sms else min(n_sms, max(1, tiles * stages // MIN_SPAN))
-    return Schedule(tokens, token_tiles, whole, shared, blocks)
+    return Schedule(tokens, n_token_tiles, whole, tiles - whole, blocks)
+
+
+def launches(matrices: Sequence[PackedMatrix]) -> list[list[int]]:
+    """Indices of the matrices of each launch: neighbours that are small and of one format go together."""
+    groups: list[list[int]] = []
+    for i, matrix in enumerate(matrices):
+        last = matrices[groups[-1][0]] if groups else None
+        together = (
+            last is not None
+            and last.format == matrix.format
+            and max(last.n_tiles, matrix.n_tiles) <= SMALL_TILE_ROWS
+            and len(groups[-1]) < MAX_MATRICES
+        )
+        if together:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def specs(matrices: Sequence[PackedMatrix], epilogue: Epilogue) -> list[KernelSpec]:
-    """Variants that a launch of these matrices may need; shapes are parameters, so many launches share them."""
-    formats = 0
-    for matrix in matrices:
-        formats |= 1 << matrix.tile.code
-    return [_spec(formats, len(matrices), epilogue, tokens) for tokens in TOKEN_TILES]
+    """Variants that these matrices may need; shapes are parameters, so many operations share them."""
+    return [
+        _spec(matrices[group[0]], len(group), epilogue, tokens)
+        for group in launches(matrices)
+        for tokens in token_tiles(matrices[group[0]])
+    ]
 
 
-def _spec(formats: int, n_matrices: int, epilogue: Epilogue, tokens: int) -> KernelSpec:
+def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int) -> KernelSpec:
     defines = {
-        "FORMATS": formats,
+        "FORMAT": matrix.tile.code,
         "MATRICES": n_matrices,
         "EPILOGUE": int(epilogue),
         "TOKENS": tokens,
@@ -127,7 +153,7 @@ def _spec(formats: int, n_matrices: int, epilogue: Epilogue, tokens: int) -> Ker
 
 
 def _flags_at(n_sms: int) -> int:
-    return n_sms * ROW_TILES * 16 * max(TOKEN_TILES) * 4
+    return n_sms * ROW_TILES * 16 * max(STAGES) * 4
 
 
 def workspace_bytes(device: Device) -> int:
@@ -140,8 +166,61 @@ def clear_workspace(device: Device, workspace: int) -> None:
     device.upload(workspace + _flags_at(device.n_sms), np.zeros(device.n_sms, np.uint32))
 
 
+class _Launch:
+    """Matrices of one launch, by index into the operation's."""
+
+    def __init__(
+        self,
+        device: Device,
+        matrices: Sequence[PackedMatrix],
+        indices: Sequence[int],
+        epilogue: Epilogue,
+        workspace: int,
+    ) -> None:
+        self.indices = indices
+        self._matrices = [matrices[i] for i in indices]
+        first = self._matrices[0]
+        self._n_sms = device.n_sms
+        self._sizes = token_tiles(first)
+        self._kernels = {n: device.kernel(_spec(first, len(indices), epilogue, n)) for n in self._sizes}
+        self._params = self._fixed_params(workspace)
+
+    def _fixed_params(self, workspace: int) -> LinearLargeParams:
+        params = LinearLargeParams()
+        pairs = 0
+        for i, matrix in enumerate(self._matrices):
+            tile = matrix.tile
+            params.tiles[i] = matrix.pointer
+            params.n_rows[i] = matrix.n_outputs
+            params.n_tile_rows[i] = matrix.n_tiles
+            params.stage_bytes[i] = STAGE_COLUMNS // tile.step * matrix.block_bytes
+            staged = tile.step == STAGE_COLUMNS and tile.scale_bytes
+            params.scales_at[i] = matrix.block_bytes - tile.scale_bytes if staged else -1
+            params.factor[i] = _WEIGHT_FACTOR if tile.group else 1.0
+            params.first_pair[i] = pairs
+            pairs += -(-matrix.n_tiles // 2)
+        params.n_pairs = pairs
+        params.stages = self._matrices[0].k_padded // STAGE_COLUMNS
+        params.partials = workspace
+        params.flags = workspace + _flags_at(self._n_sms)
+        return params
+
+    def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
+        params = self._params
+        cut = schedule(params.n_pairs, params.stages, n_tokens, self._n_sms, self._sizes)
+        for i, (matrix, index) in enumerate(zip(self._matrices, self.indices, strict=True)):
+            output = outputs[index]
+            params.out[i] = output.pointer
+            params.out_stride[i] = output.stride or matrix.n_outputs
+            params.out_float[i] = output.dtype == "fp32"
+        params.x, params.x_stride, params.n_tokens = x, x_stride, n_tokens
+        params.token_tiles = cut.token_tiles
+        params.whole_tiles, params.shared_tiles = cut.whole_tiles, cut.shared_tiles
+        self._kernels[cut.tokens].launch((cut.blocks, 1, 1), params, stream)
+
+
 class LinearLarge:
-    """One launch: matrices of equal K (packed, resident) times up to ``max_tokens`` tokens."""
+    """Matrices of equal K (packed, resident) times up to ``max_tokens`` tokens."""
 
     def __init__(
         self,
@@ -153,8 +232,8 @@ class LinearLarge:
         workspace: int,
     ) -> None:
         """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when matrices do not go together."""
-        if not 1 <= len(matrices) <= MAX_MATRICES:
-            raise SignatureError(f"one launch takes 1 to {MAX_MATRICES} matrices, not {len(matrices)}")
+        if not matrices:
+            raise SignatureError("a product of many tokens takes at least one matrix")
         for matrix in matrices:
             if matrix.k != matrices[0].k:
                 raise SignatureError(f"{matrix.name} has {matrix.k} columns, {matrices[0].name} has {matrices[0].k}")
@@ -164,34 +243,10 @@ class LinearLarge:
                 raise SignatureError(
                     f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed"
                 )
-        self._epilogue = epilogue
-        self._matrices = tuple(matrices)
+        self._n_matrices = len(matrices)
+        self._columns = matrices[0].k_padded
         self._max_tokens = max_tokens
-        self._n_sms = device.n_sms
-        variants = specs(matrices, epilogue)
-        self._kernels = {size: device.kernel(spec) for size, spec in zip(TOKEN_TILES, variants, strict=True)}
-        self._params = self._fixed_params(workspace)
-
-    def _fixed_params(self, workspace: int) -> LinearLargeParams:
-        params = LinearLargeParams()
-        pairs = 0
-        for i, matrix in enumerate(self._matrices):
-            params.tiles[i] = matrix.pointer
-            params.format[i] = matrix.tile.code
-            params.n_rows[i] = matrix.n_outputs
-            params.n_tile_rows[i] = matrix.n_tiles
-            params.stage_bytes[i] = STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes
-            staged = matrix.tile.step == STAGE_COLUMNS and matrix.tile.scale_bytes
-            params.scales_at[i] = matrix.block_bytes - matrix.tile.scale_bytes if staged else -1
-            params.factor[i] = _WEIGHT_FACTOR if matrix.tile.group else 1.0
-            params.first_pair[i] = pairs
-            pairs += -(-matrix.n_tiles // 2)
-        params.n_pairs = pairs
-        params.k = self._matrices[0].k
-        params.stages = self._matrices[0].k_padded // STAGE_COLUMNS
-        params.partials = workspace
-        params.flags = workspace + _flags_at(self._n_sms)
-        return params
+        self._launches = [_Launch(device, matrices, group, epilogue, workspace) for group in launches(matrices)]
 
     def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
         """Queue the product of ``n_tokens`` rows of ``x``, bf16 [T][x_stride], 16-byte aligned, x_stride % 8 == 0.
@@ -200,17 +255,12 @@ class LinearLarge:
         per matrix; STORE writes bf16 or fp32, SWIGLU bf16, RESIDUAL adds to fp32.
         """
         if not 0 < n_tokens <= self._max_tokens:
-            raise ValueError(f"{n_tokens} tokens, the launch was made for 1 to {self._max_tokens}")
-        columns = self._params.stages * STAGE_COLUMNS
-        if x % 16 or x_stride % 8 or x_stride < columns or n_tokens * x_stride >= 1 << 31:
-            raise ValueError(f"activations at {x:#x}, stride {x_stride}: expected 16-byte aligned rows of {columns}")
-        cut = schedule(self._params.n_pairs, self._params.stages, n_tokens, self._n_sms)
-        params = self._params
-        for i, (matrix, output) in enumerate(zip(self._matrices, outputs, strict=True)):
-            params.out[i] = output.pointer
-            params.out_stride[i] = output.stride or matrix.n_outputs
-            params.out_float[i] = output.dtype == "fp32"
-        params.x, params.x_stride, params.n_tokens = x, x_stride, n_tokens
-        params.token_tiles = cut.token_tiles
-        params.whole_tiles, params.shared_tiles = cut.whole_tiles, cut.shared_tiles
-        self._kernels[cut.tokens].launch((cut.blocks, 1, 1), params, stream)
+            raise ValueError(f"{n_tokens} tokens, the operation was made for 1 to {self._max_tokens}")
+        if x % 16 or x_stride % 8 or x_stride < self._columns or n_tokens * x_stride >= 1 << 31:
+            raise ValueError(
+                f"activations at {x:#x}, stride {x_stride}: expected 16-byte aligned rows of {self._columns}"
+            )
+        if len(outputs) != self._n_matrices:
+            raise ValueError(f"{len(outputs)} outputs for {self._n_matrices} matrices")
+        for launch in self._launches:
+            launch.launch(stream, n_tokens, x, x_stride, outputs)
