@@ -349,6 +349,10 @@ class Program(Protocol):
         """The plan it was allocated from; ``plan.limits`` are the limits in force."""
 
     @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """(label, text) of what a report says about this program beside its plan."""
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether ``launch`` returns before the round is done, so that launching one ahead gains anything."""
 

@@ -63,7 +63,7 @@ def calibrate(engine_options: EngineOptions, sources: CalibrationSources, out: P
         texts = _read(session, sources)
         config = session.engine_config()
         with session.engine(config) as engine:
-            say_rows(start_rows(session, config, engine.plan))
+            say_rows(start_rows(session, config, engine))
             sites = _statistics(engine, texts, channels=channels)
         counts = tuple((text.sha256, len(text.token_ids)) for text in texts)
         n_tokens = sum(count for _, count in counts)

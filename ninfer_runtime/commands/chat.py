@@ -28,7 +28,7 @@ def chat(
         check_options(session, sampling_options, options)
         say_notes(session)
         with session.engine(config) as engine:
-            say_rows(start_rows(session, config, engine.plan))
+            say_rows(start_rows(session, config, engine))
             say(HELP)
             return _Chat(session, engine, sampling_options, options, statistics).run()
 

@@ -51,7 +51,7 @@ def generate(
         stream = session.frontend.stream(stream_options_of(session, prompt, shown, options))
         say_notes(session)
         with session.engine(config) as engine:
-            say_rows(start_rows(session, config, engine.plan))
+            say_rows(start_rows(session, config, engine))
             if as_json:
                 answer = run_answer(engine, request, stream, lambda events: None)
                 sys.stdout.write(json.dumps(answer_json(answer, session, sampling, prepare_seconds), indent=2) + "\n")

@@ -24,7 +24,7 @@ def logits(engine_options: EngineOptions, token_ids: tuple[int, ...], out: Path)
         check_tokens(token_ids, session.vocab_rows)
         config = session.engine_config(context=len(token_ids))
         with session.engine(config) as engine:
-            say_rows(start_rows(session, config, engine.plan))
+            say_rows(start_rows(session, config, engine))
             shape = (len(token_ids), session.vocab_rows)
             write_npz(out, np.array(token_ids, np.int32), shape, engine.teacher_forced_chunks(token_ids))
     say(f"{out}: logits of {shape[0]} tokens × {shape[1]} rows")

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ninfer_runtime.backends.base import MemoryPlan
 from ninfer_runtime.commands.answer import Answer
 from ninfer_runtime.commands.session import Session
 from ninfer_runtime.config import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from ninfer_runtime.engine.engine import Engine
 
 Row = tuple[str, str, str]
 
@@ -43,7 +45,7 @@ def sampling_json(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     return {**{name: getattr(sampling, name) for name in names}, "seed": None if sampling.is_greedy else seed}
 
 
-def start_rows(session: Session, config: EngineConfig, plan: MemoryPlan) -> list[Row]:
+def start_rows(session: Session, config: EngineConfig, engine: "Engine") -> list[Row]:
     """What was started, known before the first token."""
     recipe = session.model_config.recipe.name
     rows = [
@@ -52,7 +54,8 @@ def start_rows(session: Session, config: EngineConfig, plan: MemoryPlan) -> list
         ("engine", "backend", f"{config.backend} on {config.device}, {config.dtype}"),
         ("engine", "context", f"{config.max_context} tokens, prefill chunk {config.prefill_chunk}"),
     ]
-    rows += [("engine", label, f"{n_bytes / 2**20:,.1f} MiB") for label, n_bytes in plan.rows() if n_bytes]
+    rows += [("engine", label, f"{n_bytes / 2**20:,.1f} MiB") for label, n_bytes in engine.plan.rows() if n_bytes]
+    rows += [("engine", label, text) for label, text in engine.program.notes]
     return [*rows, ("engine", "start", f"{session.engine_seconds:.2f} s")]
 
 

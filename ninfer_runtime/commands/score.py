@@ -22,7 +22,7 @@ def score(engine_options: EngineOptions, text_file: str, *, as_json: bool) -> in
             raise UsageError(f"the text has {len(token_ids)} tokens, expected at least {SHORTEST_TEXT}")
         config = session.engine_config()
         with session.engine(config) as engine:
-            say_rows(start_rows(session, config, engine.plan))
+            say_rows(start_rows(session, config, engine))
             started = time.perf_counter()
             result = engine.score(token_ids)
             seconds = time.perf_counter() - started

@@ -33,7 +33,7 @@ from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round
 from ninfer_runtime.backends.cuda import matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.book import Launched, RoundBook
-from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
+from ninfer_runtime.backends.cuda.device import Array, Device, Event
 from ninfer_runtime.backends.cuda.graphs import GraphBook
 from ninfer_runtime.backends.cuda.loader import LoadReport, load
 from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, round_columns
@@ -47,6 +47,7 @@ from ninfer_runtime.backends.cuda.ops.round_state import RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
+from ninfer_runtime.backends.cuda.staging import Staging
 from ninfer_runtime.backends.cuda.weights import DeviceWeights, raw_upload
 from ninfer_runtime.models.binder import BoundModel
 
@@ -109,6 +110,17 @@ class CudaProgram:
         self._graphs.record_all(
             [(b, q) for b in range(1, limits.max_rows + 1) for q in range(1, limits.max_columns + 1)],
             lambda shape, stream: self._round_pass.queue(stream, *shape),
+        )
+
+    @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """The card, how loading went, which path the matrices take, what is captured."""
+        d, load, graphs = self.device, self.load_report, self._graphs
+        return (
+            ("device", f"{d.name}, {d.arch}, {d.n_sms} SMs"),
+            ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
+            ("matrices", matrices.matrix_paths(self._regions.weights.matrices)),
+            ("rounds", f"{len(graphs)} graphs of {graphs.n_nodes} launches"),
         )
 
     # ---- slots -------------------------------------------------------------------------------
@@ -451,26 +463,3 @@ class CudaProgram:
 def _only(values: Float32s | None, keep: NDArray[np.bool_]) -> Float32s | None:
     """Zero where not evaluated."""
     return None if values is None else np.where(keep[..., None], values, np.float32(0))
-
-
-class Staging:
-    """Pinned memory for small uploads; a send waits only when the ring has come round to a copy still under way."""
-
-    _N_SLOTS = 8
-
-    def __init__(self, device: Device, n_bytes: int) -> None:
-        self._slot_bytes = up(n_bytes, 256)
-        pinned = device.allocate_host(self._N_SLOTS * self._slot_bytes)
-        self._slots = [pinned[i * self._slot_bytes : (i + 1) * self._slot_bytes] for i in range(self._N_SLOTS)]
-        self._sent = [device.event() for _ in self._slots]
-        self._next = 0
-
-    def send(self, device: Device, pointer: int, array: Array, stream: Stream) -> None:
-        """Copy ``array`` to the device; it may be changed as soon as this returns."""
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        slot, sent = self._slots[self._next], self._sent[self._next]
-        sent.synchronize()
-        slot[: raw.size] = raw
-        device.upload(pointer, slot[: raw.size], stream)
-        sent.record(stream)
-        self._next = (self._next + 1) % self._N_SLOTS

@@ -40,6 +40,7 @@ class ReferenceProgram:
     """torch on a CPU or CUDA device; ``backends.base.Program`` states the contract of every method."""
 
     name = "reference"
+    notes: tuple[tuple[str, str], ...] = ()
     runs_ahead = False
 
     def __init__(self, model: BoundModel, plan: MemoryPlan) -> None:
