@@ -59,7 +59,8 @@ constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0))
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
-constexpr int UNROLL_V = TILES == 3 ? 2 : 4;
+// As many as registers allow without spills, found with the compiler.
+constexpr int UNROLL_V = TILES == 3 ? 1 : TILES == 2 || RATIO == 6 ? 4 : 2;
 
 static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
 static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
@@ -137,22 +138,24 @@ struct Cursor {
 };
 
 struct Source {
-    int64_t row;        // of the planes
-    int token_in_page;  // of that row
+    int page_entry;     // of the page table
+    int head;
+    int token_in_page;
     int n_keys;         // that are in the cache; the others become zeros
 };
 
 DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
-    const int first = at.first_key(), token_in_page = first % PAGE_TOKENS;
-    const int page = p.page_table[at.row * p.pages_per_row + first / PAGE_TOKENS];
-    return {kv_row(page, N_KV_HEADS, at.head, token_in_page), token_in_page, at.start - first};
+    const int first = at.first_key();
+    return {at.row * p.pages_per_row + first / PAGE_TOKENS, at.head, first % PAGE_TOKENS, at.start - first};
 }
 
 template <bool IS_K>
-DEVICE void request_plane(uint8_t* plane, const uint8_t* codes, const uint16_t* scales, const Source& source) {
+DEVICE void request_plane(uint8_t* plane, const int* page_table, const uint8_t* codes, const uint16_t* scales,
+                          const Source& source, const volatile int* nought) {
     constexpr int PASS_KEYS = THREADS / CHUNKS;
-    const int thread = static_cast<int>(threadIdx.x), first = thread / CHUNKS, n_keys = source.n_keys;
-    const uint8_t* const from = codes + source.row * KEY_BYTES + 16 * thread;
+    const int thread = static_cast<int>(threadIdx.x) + *nought, first = thread / CHUNKS, n_keys = source.n_keys;
+    const int64_t row = kv_row(page_table[source.page_entry], N_KV_HEADS, source.head, source.token_in_page);
+    const uint8_t* const from = codes + row * KEY_BYTES + 16 * thread;
     uint8_t* const to = plane + first * KEY_BYTES;
 #pragma unroll
     for (int n = 0; n < STAGE_KEYS / PASS_KEYS; ++n) {
@@ -163,7 +166,7 @@ DEVICE void request_plane(uint8_t* plane, const uint8_t* codes, const uint16_t* 
     if (KV_INT8 && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
         const int group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
         cp_async_16_zfill(plane + STAGE_KEYS * KEY_BYTES + 16 * thread,
-                          scales + scale_index(source.row, source.token_in_page, group) + key, key < n_keys);
+                          scales + scale_index(row, source.token_in_page, group) + key, key < n_keys);
     }
 }
 
@@ -510,6 +513,7 @@ DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
+    STATIC_SHARED(int, nought[1]);  // holds 0, which the compiler does not know: what depends on it is not kept in registers
     STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
     STATIC_SHARED(float, factors[16 * TILES]);
     STATIC_SHARED(Cursor, current[1]);  // the segment being worked on: in registers it would be spilled
@@ -525,6 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
 
     const int block = static_cast<int>(blockIdx.x);
+    if (threadIdx.x == 0) nought[0] = 0;
     load_spans(p, spans);
     const int total = count_units(spans, p.n_rows), n_parts = minimum(p.n_parts, total);
     if (block >= n_parts) {
@@ -540,13 +545,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (threadIdx.x == 0) current[0] = next;
         const int first_row = next.row;
         Source source = source_of(p, next);
-        request_plane<true>(k_planes, p.k, p.k_scales, source);
+        request_plane<true>(k_planes, p.page_table, p.k, p.k_scales, source, nought);
         cp_async_commit();
-        request_plane<false>(v_planes, p.v, p.v_scales, source);
+        request_plane<false>(v_planes, p.page_table, p.v, p.v_scales, source, nought);
+        if (TILES > 1) cp_async_commit();
         if (n_units > 1) {
             next.advance(spans);
             source = source_of(p, next);
-            request_plane<true>(k_planes + PLANE_BYTES, p.k, p.k_scales, source);
+            request_plane<true>(k_planes + PLANE_BYTES, p.page_table, p.k, p.k_scales, source, nought);
         }
         cp_async_commit();
         if (threadIdx.x == 0) ahead[0] = next, sources[1] = source;
@@ -578,40 +584,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         float acc[TILES][4][4] = {};
 
-        // Step j: the values of the segment's unit j are mixed beside the products of q and the keys of unit j + 1.
-        for (int j = -1; j < end - done; ++j) {
-            const int unit = done + j, v_key = first_key + j * STAGE_KEYS, k_key = v_key + STAGE_KEYS;
-            const bool mixes = j >= 0, scores_next = unit + 1 < end;
-            uint8_t* const k_plane = k_planes + (unit + 1) % 2 * PLANE_BYTES;
-            uint8_t* const v_plane = v_planes + (unit + 2) % 2 * PLANE_BYTES;
-            cp_async_wait<1>();
-            __syncthreads();
-            if (threadIdx.x == 0 && scores_next && unit + 3 < n_units) {
-                ahead[0].advance(spans);
-                sources[(unit + 3) % 4] = source_of(p, ahead[0]);
-            }
-            const bool new_k = scores_next && k_key + STAGE_KEYS > start, new_v = mixes && v_key + STAGE_KEYS > start;
-            if (new_k || new_v) {
-                if (new_k) insert_new<true>(fresh, k_plane, k_key, start, current[0].n_columns);
-                if (new_v) insert_new<false>(fresh, v_plane, v_key, start, current[0].n_columns);
+        if constexpr (TILES == 1) {
+            // Step j: the values of the segment's unit j are mixed beside the products of q and the keys of unit j + 1.
+            for (int j = -1; j < end - done; ++j) {
+                const int unit = done + j, v_key = first_key + j * STAGE_KEYS, k_key = v_key + STAGE_KEYS;
+                const bool mixes = j >= 0, scores_next = unit + 1 < end;
+                uint8_t* const k_plane = k_planes + (unit + 1) % 2 * PLANE_BYTES;
+                uint8_t* const v_plane = v_planes + (unit + 2) % 2 * PLANE_BYTES;
+                cp_async_wait<1>();
                 __syncthreads();
+                if (threadIdx.x == 0 && scores_next && unit + 3 < n_units) {
+                    ahead[0].advance(spans);
+                    sources[(unit + 3) % 4] = source_of(p, ahead[0]);
+                }
+                const bool new_k = scores_next && k_key + STAGE_KEYS > start, new_v = mixes && v_key + STAGE_KEYS > start;
+                if (new_k || new_v) {
+                    if (new_k) insert_new<true>(fresh, k_plane, k_key, start, current[0].n_columns);
+                    if (new_v) insert_new<false>(fresh, v_plane, v_key, start, current[0].n_columns);
+                    __syncthreads();
+                }
+                if (mixes && scores_next) {
+                    accumulate(acc, weights, factors, v_plane);
+                    score_unit(scores, query, k_plane);
+                } else if (mixes) {
+                    accumulate(acc, weights, factors, v_plane);
+                } else {
+                    score_unit(scores, query, k_plane);
+                }
+                __syncthreads();
+                if (scores_next && unit + 3 < n_units)
+                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, sources[(unit + 3) % 4], nought);
+                if ((mixes || unit < 0) && unit + 2 < n_units)
+                    request_plane<false>(v_plane, p.page_table, p.v, p.v_scales, sources[(unit + 2) % 4], nought);
+                cp_async_commit();
+                if (scores_next) softmax.weigh(scores, weights, factors, k_key, start);
             }
-            if (mixes && scores_next) {
-                accumulate(acc, weights, factors, v_plane);
+        } else {
+            // More rows leave no registers for two things at once: the keys of a unit, then its values.
+            for (int unit = done; unit < end; ++unit) {
+                const int key = first_key + (unit - done) * STAGE_KEYS;
+                uint8_t* const k_plane = k_planes + unit % 2 * PLANE_BYTES;
+                uint8_t* const v_plane = v_planes + unit % 2 * PLANE_BYTES;
+                cp_async_wait<1>();
+                __syncthreads();
+                if (unit + 1 < n_units)
+                    request_plane<false>(v_planes + (unit + 1) % 2 * PLANE_BYTES, p.page_table, p.v, p.v_scales,
+                                         sources[(unit + 1) % 4], nought);
+                cp_async_commit();
+                if (threadIdx.x == 0 && unit + 2 < n_units) {
+                    ahead[0].advance(spans);
+                    sources[(unit + 2) % 4] = source_of(p, ahead[0]);
+                }
+                if (key + STAGE_KEYS > start) {
+                    insert_new<true>(fresh, k_plane, key, start, current[0].n_columns);
+                    insert_new<false>(fresh, v_plane, key, start, current[0].n_columns);
+                    __syncthreads();
+                }
                 score_unit(scores, query, k_plane);
-            } else if (mixes) {
+                __syncthreads();
+                if (unit + 2 < n_units)
+                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, sources[(unit + 2) % 4], nought);
+                cp_async_commit();
+                softmax.weigh(scores, weights, factors, key, start);
+                __syncthreads();
                 accumulate(acc, weights, factors, v_plane);
-            } else {
-                score_unit(scores, query, k_plane);
             }
-            __syncthreads();
-            if (scores_next && unit + 3 < n_units)
-                request_plane<true>(k_plane, p.k, p.k_scales, sources[(unit + 3) % 4]);
-            if ((mixes || unit < 0) && unit + 2 < n_units)
-                request_plane<false>(v_plane, p.v, p.v_scales, sources[(unit + 2) % 4]);
-            cp_async_commit();
-            if (scores_next) softmax.weigh(scores, weights, factors, k_key, start);
         }
+
         const int64_t slot = block + current[0].row * N_KV_HEADS + current[0].head;
         store_partial(acc, p.partial + slot * ROWS * HEAD_DIM);
         softmax.store(p.stats + slot * ROWS * 2);
