@@ -81,8 +81,10 @@ def per_weight_byte(rows: Sequence[KernelRow], tiles: int = 1) -> dict[str, floa
         if entry_point(row.name) != "linear_small" or row.loop is None or constants.get("NT") != tiles:
             continue
         for tile in TILE_FORMATS.values():
-            if constants["FORMATS"] == 1 << tile.code:
-                each = row.loop.per_byte(constants["MT"] * tile.block_bytes)
+            if constants["FORMATS"] == 1 << tile.code and row.loop.n_matrix:
+                # One block of weights is step / 16 products for every eight columns.
+                blocks = row.loop.n_matrix / (tile.step // 16 * tiles)
+                each = row.loop.n_instructions / (blocks * tile.block_bytes)
                 found[tile.name] = min(each, found.get(tile.name, each))
     return found
 
