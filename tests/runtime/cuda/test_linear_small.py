@@ -99,7 +99,8 @@ def four_sms(fresh_seed: int) -> Iterator[Bench]:
 
 def bound(x: Floats, w: Floats) -> Floats:
     """Error of fp32 sums in any order: 2e-6 ‖x‖ ‖w‖ per element [T, N]."""
-    return 2e-6 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
+    error: Floats = 2e-6 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
+    return error
 
 
 def run_store(bench: Bench, weights: Sequence[Weight], n_columns: int, rms: bool, floats: bool) -> list[Floats]:

@@ -46,6 +46,7 @@ def test_unpacking_returns_what_was_packed(format: str, n: int, k: int, interlea
     if scales is None:
         assert back_scales is None
     else:
+        assert back_scales is not None
         assert np.array_equal(back_scales, scales)
 
 

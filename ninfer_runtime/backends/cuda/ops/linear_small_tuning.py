@@ -22,8 +22,8 @@ class LinearSmallTuning:
     min_blocks     blocks per SM that registers are limited for: twice blocks_per_sm lets the next launch begin early
     shared_bytes   limit of shared memory per block
     max_stages     limit of ring stages
-    x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from global
-                   memory (L1) straight to registers, and warps never meet
+    x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from
+                   global memory (L1) straight to registers, and warps never meet
     """
 
     columns: int
