@@ -106,7 +106,7 @@ class Lab:
 
         def layers() -> None:
             for layer in range(self.layout.n_layers):
-                op.launch(self.stream, planes=self.layout.planes(self.pool, layer), **arguments)
+                op.launch(self.stream, planes=self.layout.planes(self.pool, layer), pdl=True, **arguments)
 
         return self.microseconds(layers) / self.layout.n_layers
 

@@ -13,7 +13,7 @@ from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
 from ninfer_runtime.backends.cuda.ops.kv_cache import KvFormat, KvLayout
 from tests.emulator.device import EmulatedDevice
-from tests.runtime.cuda.attention_rig import Rig, check_written, largest_error, model, run_prefill
+from tests.runtime.cuda.attention_rig import Rig, Row, check_written, largest_error, model, run_decode, run_prefill
 
 FORMATS = get_args(KvFormat)
 TOLERANCE = 0.01
@@ -59,15 +59,14 @@ def test_three_position_axes(device: EmulatedDevice, format: KvFormat, fresh_see
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_chunk_boundaries_change_no_stored_bit(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
-    """The same tokens at the same indices leave the same bytes, whatever the chunk around them."""
-    pools = []
-    for cut in (0, 17):
-        rig = Rig(device, model(2, 1), format, 2, fresh_seed)
-        outcome = run_prefill(rig, cut, 40 - cut, torch.arange(cut, 40).expand(3, -1))
-        pools.append([stored.shape[0] for stored, _ in outcome.written])
-        check_written(outcome)
-    assert pools[0] == [n + 17 for n in pools[1]]
+def test_a_round_stores_what_a_chunk_stores(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
+    """The same projections at the same indices leave the same bytes, bit for bit."""
+    start, n_tokens = 62, 4
+    positions = torch.arange(start, start + n_tokens).expand(3, -1)
+    chunk = run_prefill(Rig(device, model(4, 2), format, 3, fresh_seed), start, n_tokens, positions)
+    round_ = run_decode(Rig(device, model(4, 2), format, 3, fresh_seed), [Row(start, n_tokens)], n_tokens)
+    for (first, _), (second, _) in zip(chunk.written, round_.written, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("format", FORMATS)

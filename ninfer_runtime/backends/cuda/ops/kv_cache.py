@@ -2,8 +2,8 @@
 
 Per attention layer four planes follow each other, each 256-byte aligned: K codes, V codes ``[page][kv head][64][256]``
 in bfloat16 or int8, then their float16 scales ``[page][kv head][4][64]``, one for every 64 consecutive dims (INT8-G64
-only). K is stored normalised and rotated, V as projected; the int8 codes of V have their sign bits flipped, which spares
-the kernels an instruction in four. The layers of a pool follow each other.
+only). K is stored normalised and rotated, V as projected; the int8 codes of V have their sign bits flipped, which
+spares the kernels an instruction in four. The layers of a pool follow each other.
 """
 
 from dataclasses import dataclass
