@@ -22,7 +22,6 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
     LinearLarge,
     Output,
     clear_workspace,
-    schedule,
     specs,
     workspace_bytes,
 )
@@ -177,11 +176,9 @@ def main() -> None:
                 ms, error = measure(device, shape, n_tokens, workspace)
                 rate = shape.flops_per_token * n_tokens / ms / 1e9
                 share = rate / probe.value
-                pairs = sum(-(-m.n_tiles // 2) for m in matrices[shape])
-                cut = schedule(pairs, matrices[shape][0].k_padded // 128, n_tokens, device.n_sms)
                 print(
                     f"T={n_tokens:5d} {shape.name:13s} {ms * 1000:8.1f} us {rate:6.1f} TFLOP/s {share:6.1%} "
-                    f"error {error:.1e}  tile {cut.tokens} whole {cut.whole_tiles} shared {cut.shared_tiles}",
+                    f"error {error:.1e}",
                     flush=True,
                 )
                 total_ms += MODEL.get(shape.name, 0) * ms

@@ -1,18 +1,18 @@
-// y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16 [T][x_stride].
-// Alignment: x 16 bytes, x_stride a multiple of 8 elements, tiles 128 bytes, outputs 4 bytes. Any T, N, K; columns of x
-// from K on meet zero weights and must be numbers. Up to MATRICES matrices of the same K and FORMAT; a persistent grid.
-// Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)); products and sums are exact and fp32;
+// y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16
+// [T][x_stride]. Alignment: x 16 bytes, x_stride a multiple of 8, tiles 64 bytes, outputs 4 bytes. Any T, N, K;
+// columns of x from K up to the next multiple of 128 hold zeros. Up to MATRICES matrices of the same K and FORMAT.
+// Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)); products are exact, sums fp32;
 // tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
 //
 // A block computes 256 rows (16 tile rows) of TOKENS tokens, a warp 2 tile rows of all of them. Weights go from global
-// memory to fragments in registers, one 64-column group ahead; activations through a ring of STAGES stages of 128
-// columns in shared memory. In a stage token row n of a group is 128 bytes, its 16-byte chunk c at c ^ 4 (n & 1), so that
-// the 8 lanes of a phase (two tokens, chunks 4 h + t) read all 32 banks.
+// memory to fragments in registers; activations through a ring of STAGES stages of 128 columns in shared memory. In a
+// stage token row n of a group is 128 bytes, its 16-byte chunk c at c ^ 4 (n & 1), so that the 8 lanes of a phase (two
+// tokens, chunks 4 h + t) read all 32 banks.
 //
 // Work: tiles (row tile major, token tile minor: neighbours share weights) x stages, in one line. Whole waves of tiles
 // first, one tile per block; then the rest in equal spans of stages. A block that starts inside a tile leaves its sums
 // to the tile's owner, which is the block with the lower index that starts the tile, ends with it, and adds them in
-// index order.
+// index order. The grid is resident as a whole.
 #include "common.cuh"
 #include "tiles.cuh"
 
@@ -261,34 +261,27 @@ DEVICE void multiply(const LinearLargeParams& p, Copies& copies, const Assignmen
     const uint8_t* tiles = p.tiles[MATRICES == 1 || IDLE ? 0 : a.matrix];
 
     Lane weights[2];
-    uint32_t at[2];           // byte of the tile row's stage that is loaded next, from the matrix's first on
-    Scale scale[2][2];  // [m][row g, g + 8]
+    uint32_t at[2] = {0, 0};    // byte of the tile row's stage that is loaded next, from the matrix's first on
+    Scale scale[2][2];          // [m][row g, g + 8]
     uint32_t operand[2][2][4];  // [m][j][register]
     int slot = 0;
     // Makes the operand of half `half` of group `group` from words that are here, and asks for the next ones.
     const auto prepare = [&](int group, int half, int left) {
-        if (FORMAT == BF16) {  // words are the operand: only the next ones are asked for
-            if (group == 0 && half == 0 && left > 1) {
-                at[0] += ROW_STAGE_BYTES;
-                at[1] += ROW_STAGE_BYTES;
-            }
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                weights[m].load(tiles, at[m], group, half, lane);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
-            }
-            return;
-        }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            if (half == 0 || FORMAT == W8)
-                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half, scale[m]);
+            if constexpr (FORMAT == BF16) {  // words are the operand: only the next ones are asked for
+                if (group == 0 && half == 0 && left > 1) at[m] += ROW_STAGE_BYTES;
+                weights[m].load(tiles, at[m], group, half, lane);
+            } else if (half == 0 || FORMAT == W8) {
+                weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half,
+                                  scale[m]);
+            }
 #pragma unroll
             for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
-            if (half == 0) continue;
-            if (group == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
-            weights[m].load(tiles, at[m], group ^ 1, 0, lane);
+            if (FORMAT != BF16 && half == 1) {
+                if (group == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
+                weights[m].load(tiles, at[m], group ^ 1, 0, lane);
+            }
         }
     };
     if (!IDLE) {
@@ -542,8 +535,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     DYNAMIC_SHARED(unsigned char, ring);
     grid_dependency_wait();
 
-    // A piece is derived from its index wherever it is needed: while sums grow, every register counts. The copies of the
-    // next piece are under way while one is finished.
+    // A piece is derived from its index wherever it is needed: while sums grow, every register counts. The copies of
+    // the next piece are under way while one is finished.
     Copies copies = start_piece(p, ring, 0);
     for (int index = 0;; ++index) {
         Sums sums;
