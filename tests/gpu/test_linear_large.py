@@ -12,6 +12,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
     LinearLarge,
     Output,
     clear_workspace,
+    specs,
     workspace_bytes,
 )
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
@@ -25,6 +26,11 @@ TOKENS = (49, 64, 65, 127, 128, 255, 1000, 1024)
 @pytest.fixture(scope="module")
 def device() -> Iterator[CudaDevice]:
     card = CudaDevice()
+    plain = [PackedMatrix(name, name, 32, 128) for name in FORMATS]
+    pairs = [PackedMatrix(name, name, 32, 128, interleaved=True) for name in FORMATS]
+    wanted = [spec for epilogue in (Epilogue.STORE, Epilogue.RESIDUAL) for m in plain for spec in specs([m], epilogue)]
+    wanted += [spec for m in pairs for spec in specs([m], Epilogue.SWIGLU)]
+    card.prepare([*wanted, *specs([plain[-1]] * 2, Epilogue.STORE)])
     yield card
     card.close()
 
@@ -117,7 +123,7 @@ def test_residual_repeats_bit_for_bit(
     device: CudaDevice, workspace: int, name: str, n_tokens: int, fresh_seed: int
 ) -> None:
     rng = np.random.default_rng(fresh_seed)
-    n_rows, k = 5120, 1536
+    n_rows, k = 2600, 1536
     product, x = Product(rng, name, n_rows, k), activations(rng, n_tokens, k)
     residual = torch.from_numpy(rng.standard_normal((n_tokens, n_rows))).float().cuda()
     outs = [residual.clone() for _ in range(3)]
