@@ -35,6 +35,7 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
 SAMPLES = 9
 WARM_UP_SECONDS = 0.1
+LEAST_CHAIN_BYTES = 0  # copies of a launch's weights, where not LAYERS: until they are so many bytes
 WORKSPACE_BYTES = 32 << 20  # enough for any geometry
 Q4, Q5, Q6, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "BF16"
 
@@ -49,6 +50,7 @@ KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "small_store": ("store", ((Q4, 16896, 256),)),
     "small_residual": ("residual", ((Q5, HIDDEN, 1024),)),
 }
+BITS = {Q4: 4, Q5: 5, Q6: 6, BF16: 16}
 LAYER = ("gdn_in", "out", "gate_up", "down")
 
 
@@ -94,7 +96,8 @@ class Lab:
         self.weights: dict[str, list[list[PackedMatrix]]] = {}
         for kind in kinds:
             epilogue, shapes = KINDS[kind]
-            copies = 1 if kind == "head" else LAYERS
+            n_bytes = sum(n * k * BITS[f] // 8 for f, n, k in shapes)
+            copies = 1 if kind == "head" else max(2, LEAST_CHAIN_BYTES // n_bytes) if LEAST_CHAIN_BYTES else LAYERS
             make = [
                 [random_matrix(self.device, self.rng, f, n, k, epilogue == "swiglu") for f, n, k in shapes]
                 for _ in range(copies)

@@ -36,6 +36,10 @@
 #define EPILOGUE 0
 #endif
 
+#ifndef RELEASE_EARLY
+#define RELEASE_EARLY 1
+#endif
+
 enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
 
 constexpr int MATRICES = 4;
@@ -761,8 +765,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (--walk.stream.left == 0) walk.stream.open(p, end);
     }
 
-    grid_dependency_launch();  // the next launch, too, asks for weights while this one waits
+    if (RELEASE_EARLY) grid_dependency_launch();  // the next launch, too, asks for weights while this one waits
     grid_dependency_wait();
+    if (!RELEASE_EARLY) grid_dependency_launch();
 
     Segment s = segment_at(p, begin, end);
     const int first_column = s.step * (p.k_padded / p.k_steps[s.matrix]);

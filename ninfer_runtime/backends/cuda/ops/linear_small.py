@@ -132,6 +132,7 @@ def kernel_spec(
         ("MT", tuning.tile_rows),
         ("STAGES", stages),
         ("X_COLUMNS", tuning.x_columns),
+        ("RELEASE_EARLY", tuning.release_early),
     )
     return KernelSpec(
         "linear_small.cu", "linear_small", defines, 32 * tuning.warps, x_bytes + stages * stage_bytes, tuning.min_blocks

@@ -24,6 +24,7 @@ class LinearSmallTuning:
     max_stages     limit of ring stages
     x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from
                    global memory (L1) straight to registers, and warps never meet
+    release_early  1: the launch behind may begin while this one still waits for the one ahead
     """
 
     columns: int
@@ -35,6 +36,7 @@ class LinearSmallTuning:
     shared_bytes: int
     max_stages: int
     x_columns: int
+    release_early: int = 1
 
 
 @cache
