@@ -63,8 +63,9 @@ class Assembly:
         self._writer = writer
         self._journal = journal
         self._n_workers = n_workers
-        # A worker makes about 0.6 GB/s; a writer hashes and writes 1 GB/s, and one hashes while another waits.
-        self._n_writers = max(2, n_workers // 2)
+        # A worker makes about 0.6 GB/s, and a writer hashes and writes 1 GB/s. But one that comes back from the disk
+        # waits until a worker lets it have a processor; with four, the disk has something to do meanwhile.
+        self._n_writers = max(4, n_workers // 2)
         self._file = DirectFile(writer)
         self._lanes = lanes
         self._device = device

@@ -3,7 +3,7 @@
     python scripts/bench_limits.py [--gb 2.2] [--runs 3] [--folder DIR] [--recipes groupwise-int,bf16,w8,nvfp4]
                                    [--device cpu|cuda]
 
-Three limits are measured in the same run, all as source bytes per second: the encoders alone on all cores, fed from
+Three limits are measured in the same rounds, all as source bytes per second: the encoders alone on all cores, fed from
 memory; SHA-256 of the output on one core; plain writing of the output with one sync. `build` reads, fuses, encodes,
 measures errors, hashes, writes and syncs. Prints one JSON document; shares are of the tightest limit.
 """
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +117,33 @@ def write_rate(folder: Path, n_bytes: int) -> float:
     return n_bytes / seconds
 
 
-def median_of(n: int, measure: Callable[[], float]) -> float:
-    """Median of ``n`` measurements."""
-    return statistics.median(measure() for _ in range(n))
-
-
 def bench(folder: Path, out_folder: Path, recipe: str, device: str, n_runs: int) -> dict[str, Any]:
-    """Build and limits for one recipe; the first build is a warm-up."""
+    """Build and limits for one recipe, in rounds; the first build is a warm-up.
+
+    Every build writes a new file, as the plain writing does: giving back the blocks of an old one is neither's work.
+    """
     out = out_folder / f"{recipe}.ninfer"
-    options = ["--recipe", recipe, "--device", device, "--force", "--json"]
-    runs = [timed(["-c", BUILD, "build", str(folder), str(out), *options]) for _ in range(n_runs + 1)][1:]
-    source, n_bytes = runs[0]["source_bytes"], out.stat().st_size
+    build = ["-c", BUILD, "build", str(folder), str(out), "--recipe", recipe, "--device", device, "--json"]
     me, alone = str(Path(__file__).resolve()), ["--alone", recipe, "--folder", str(folder), "--device", device]
-    rates = {
-        # In a process of its own: what this one allocates would count as the peak of the next build it starts.
-        "encode": source / median_of(n_runs, lambda: timed([me, *alone])["elapsed_seconds"]),
-        "sha256": source / n_bytes * median_of(n_runs, hash_rate),
-        "write": source / n_bytes * median_of(n_runs, lambda: write_rate(out_folder, n_bytes)),
-    }
+    runs: list[dict[str, Any]] = []
+    seconds: dict[str, list[float]] = {"encode": [], "sha256": [], "write": []}
+    for number in range(n_runs + 1):
+        out.unlink(missing_ok=True)
+        run, n_bytes = timed(build), out.stat().st_size
+        if number:
+            runs.append(run)
+            # In a process of its own: what this one allocates would count as the peak of the next build it starts.
+            seconds["encode"].append(timed([me, *alone])["elapsed_seconds"])
+            seconds["sha256"].append(n_bytes / hash_rate())
+            seconds["write"].append(n_bytes / write_rate(out_folder, n_bytes))
+    source = runs[0]["source_bytes"]
+    rates = {name: source / statistics.median(measured) for name, measured in seconds.items()}
     built = statistics.median(source / run["elapsed_seconds"] for run in runs)
     tightest = min(rates, key=lambda name: rates[name])
     peak = max(run["peak_rss_bytes"] for run in runs)
     return {
         "recipe": recipe,
-        "output_bytes": n_bytes,
+        "output_bytes": out.stat().st_size,
         "build_mb_per_s": round(built / 1e6, 1),
         "limits_mb_per_s": {name: round(rate / 1e6, 1) for name, rate in rates.items()},
         "tightest": tightest,
