@@ -21,9 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ninfer_runtime.backends.cuda.catalog import KernelRow, kernel_rows  # noqa: E402
+from ninfer_runtime.backends.cuda.catalog import KernelRow, kernel_rows, planned_specs  # noqa: E402
+from ninfer_runtime.backends.cuda.compiler import Compiler  # noqa: E402
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS  # noqa: E402
 from ninfer_runtime.backends.cuda.planned import planned_model  # noqa: E402
+from ninfer_runtime.backends.cuda.sass import Loop, main_loop  # noqa: E402
 from ninfer_runtime.bench import predict  # noqa: E402
 from ninfer_runtime.bench.bytes_moved import matrices  # noqa: E402
 
@@ -31,6 +33,8 @@ PAGE = ROOT / "specs" / "kernels.md"
 IDENTITY = "qwen3.6-27b/groupwise-int"
 ARCH, MEASURED_ARCH = "sm_120a", "sm_90a"
 CONTEXT = 7_680
+TILES = (1, 2, 4)
+"""Token tiles of eight columns in the table of instructions."""
 NOT_MEASURED = "not measured on this card"
 MARKS = ("<!-- tables: begin -->", "<!-- tables: end -->")
 
@@ -73,31 +77,45 @@ def defines_of(variant: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", variant)}
 
 
-def per_weight_byte(rows: Sequence[KernelRow], tiles: int = 1) -> dict[str, float]:
-    """Format → warp instructions per weight byte of linear_small with only that format, the least of its epilogues."""
+def per_weight_byte(loops: Mapping[str, Loop], tiles: int = 1) -> dict[str, float]:
+    """Format → warp instructions per weight byte of linear_small with only that format, the least of its variants."""
     found: dict[str, float] = {}
-    for row in rows:
-        constants = defines_of(row.name)
-        if entry_point(row.name) != "linear_small" or row.loop is None or constants.get("NT") != tiles:
+    for variant, loop in loops.items():
+        constants = defines_of(variant)
+        tile = next((one for one in TILE_FORMATS.values() if constants["FORMATS"] == 1 << one.code), None)
+        if tile is None or constants["NT"] != tiles or not loop.n_matrix:
             continue
-        for tile in TILE_FORMATS.values():
-            if constants["FORMATS"] == 1 << tile.code and row.loop.n_matrix:
-                # One block of weights is step / 16 products for every eight columns.
-                blocks = row.loop.n_matrix / (tile.step // 16 * tiles)
-                each = row.loop.n_instructions / (blocks * tile.block_bytes)
-                found[tile.name] = min(each, found.get(tile.name, each))
+        # One block of weights is step / 16 products for every eight columns.
+        blocks = loop.n_matrix / (tile.step // 16 * tiles)
+        each = loop.n_instructions / (blocks * tile.block_bytes)
+        found[tile.name] = min(each, found.get(tile.name, each))
     return found
 
 
-def instruction_table(by_arch: Mapping[str, Sequence[KernelRow]]) -> list[str]:
+def main_loops(arch: str) -> dict[str, Loop]:
+    """Variant → main loop, of linear_small with one format: what the table of instructions needs."""
+    formats = {1 << tile.code for tile in TILE_FORMATS.values()}
+    wanted = [
+        spec
+        for spec in planned_specs(arch)
+        if spec.name == "linear_small"
+        and dict(spec.defines)["FORMATS"] in formats
+        and dict(spec.defines)["NT"] in TILES
+    ]
+    cubins = Compiler(arch).compile_all(wanted)
+    loops = {spec.variant: main_loop(cubins[spec].image, spec.name) for spec in wanted}
+    return {variant: loop for variant, loop in loops.items() if loop is not None}
+
+
+def instruction_table(by_arch: Mapping[str, Mapping[str, Loop]]) -> list[str]:
     """Format by tokens: instructions per weight byte on both targets, against their budgets."""
     lines = ["| linear_small, columns | " + " | ".join(f"{arch} {name}" for arch in by_arch for name in TILE_FORMATS)]
     lines[0] += " |"
     lines.append("|---" * (1 + len(by_arch) * len(TILE_FORMATS)) + "|")
-    for tiles in (1, 2, 4):
+    for tiles in TILES:
         numbers = []
-        for rows in by_arch.values():
-            each = per_weight_byte(rows, tiles)
+        for loops in by_arch.values():
+            each = per_weight_byte(loops, tiles)
             numbers += [f"{each[name]:.2f}" if name in each else "" for name in TILE_FORMATS]
         lines.append(f"| up to {8 * tiles} | " + " | ".join(numbers) + " |")
     return lines
@@ -120,7 +138,8 @@ def prediction_table(record: Mapping[str, Any], per_kind: Mapping[str, float]) -
     device = record["device"]
     heads = [f"{target.name}, predicted, {NOT_MEASURED}" for target in predict.TARGETS]
     lines = [
-        f"Fitted on the {device} ({record['date'][:10]}, {limit:,.0f} GB/s): {model.launch_seconds * 1e6:.1f} us per "
+        f"Fitted on the {device} ({record['date'][:10]}, commit {(record['commit'] or 'unknown')[:7]}, "
+        f"{limit:,.0f} GB/s): {model.launch_seconds * 1e6:.1f} us per "
         f"launch, streaming at {model.efficiency:.0%} of the bandwidth.",
         "",
         f"| launch, one column | MB | {device} | " + " | ".join(heads) + " |",
@@ -140,8 +159,8 @@ def prediction_table(record: Mapping[str, Any], per_kind: Mapping[str, float]) -
 
 def tables(record: Mapping[str, Any] | None) -> str:
     """All of them, in Markdown."""
-    by_arch = {arch: kernel_rows(arch, sass=True) for arch in (ARCH, MEASURED_ARCH)}
-    parts = [*resource_table(by_arch[ARCH]), "", *instruction_table(by_arch)]
+    by_arch = {arch: main_loops(arch) for arch in (ARCH, MEASURED_ARCH)}
+    parts = [*resource_table(kernel_rows(ARCH)), "", *instruction_table(by_arch)]
     if record is not None:
         parts += ["", *prediction_table(record, per_byte_of_kinds(per_weight_byte(by_arch[ARCH])))]
     return "\n".join(parts)

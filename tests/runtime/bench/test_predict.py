@@ -35,7 +35,7 @@ def record() -> dict[str, Any]:
     total = 3e-4 + sum(COUNTS[kind] * seconds[kind] for kind in BYTES)
     details = {"bytes": matrix_bytes + 0.6e9, "seconds": total}
     rows.append({"id": f"decode/{IDENTITY}/c1/ctx7680", "share": 0.8, "details": details})
-    return {"device": "card", "date": "2026-11-30", "limits": {"read_gbps": READ}, "results": rows}
+    return {"device": "card", "date": "2026-11-30", "commit": None, "limits": {"read_gbps": READ}, "results": rows}
 
 
 def test_launch_time_and_efficiency_are_found_again() -> None:
@@ -73,8 +73,8 @@ def test_a_record_without_launches_is_refused() -> None:
         predict.matrix_launches({"results": []}, IDENTITY)
 
 
-def row(name: str, registers: int, loop: Loop | None = None) -> KernelRow:
-    return KernelRow(name, "sm_120a", 256, registers, 0, 0, 1000, 2, (), (), loop)
+def row(name: str, registers: int) -> KernelRow:
+    return KernelRow(name, "sm_120a", 256, registers, 0, 0, 1000, 2, (), ())
 
 
 def test_resource_table_has_one_line_per_kernel_with_ranges() -> None:
@@ -88,9 +88,9 @@ def test_resource_table_has_one_line_per_kernel_with_ranges() -> None:
 
 def test_instructions_are_held_against_the_bytes_of_a_pass() -> None:
     loop = Loop(n_instructions=272, n_matrix=8, global_bytes=48)
-    rows = [row("linear_small[FORMATS=1,EPILOGUE=1,NT=1,MT=1]x256", 90, loop)]
-    assert kernel_tables.per_weight_byte(rows) == {"Q4G64_F16S": 272 / 1088}
-    assert kernel_tables.per_weight_byte(rows, tiles=2) == {}
+    loops = {"linear_small[FORMATS=1,EPILOGUE=1,NT=1,MT=1]x256": loop, "linear_small[FORMATS=3,NT=1]x256": loop}
+    assert kernel_tables.per_weight_byte(loops) == {"Q4G64_F16S": 272 / 1088}
+    assert kernel_tables.per_weight_byte(loops, tiles=2) == {}
 
 
 def test_every_prediction_says_that_it_was_not_measured() -> None:
