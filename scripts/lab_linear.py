@@ -285,9 +285,9 @@ def main() -> None:
         changes = {key: int(value) for key, value in (item.split("=") for item in text.split(",") if item)}
 
         def tuned(
-            device: CudaDevice, tiles: int, n_tile_rows: int, changes: dict[str, int] = changes
+            device: CudaDevice, tiles: int, n_tile_rows: int, has_w8: bool, changes: dict[str, int] = changes
         ) -> LinearSmallTuning:
-            return dataclasses.replace(linear_small_tuning(device, tiles, n_tile_rows), **changes)
+            return dataclasses.replace(linear_small_tuning(device, tiles, n_tile_rows, has_w8), **changes)
 
         setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - the lab's own geometry in the product's place
         print(text or "table", flush=True)

@@ -56,7 +56,7 @@ def specs(lab: Lab, choice: LinearSmallTuning, kinds: tuple[str, ...]) -> Iterat
 
 
 def time_kind(lab: Lab, arena: Arena, workspace: Workspace, kind: str, choice: LinearSmallTuning) -> float:
-    """Microseconds of a launch, mostly of one column up to eight; NinferError or ValueError when it does not fit or its results are wrong."""
+    """Microseconds of a launch; NinferError or ValueError when it does not fit or its results are wrong."""
     setattr(linear_small, "linear_small_tuning", lambda *_: choice)  # noqa: B010 - this geometry in the product's place
     ops = lab.ops(arena, workspace, kind, choice.columns)
     error = lab.check(ops[0], choice.columns)

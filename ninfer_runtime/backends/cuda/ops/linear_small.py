@@ -139,13 +139,18 @@ def kernel_spec(
     )
 
 
+def _tuning(device: Device, matrices: Sequence[PackedMatrix], tiles: int) -> LinearSmallTuning:
+    has_w8 = any(m.format == "W8G32_F16S" for m in matrices)
+    return linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices), has_w8)
+
+
 def specs(
     device: Device, matrices: Sequence[PackedMatrix], epilogue: Epilogue, max_columns: int = MAX_COLUMNS
 ) -> list[KernelSpec]:
     """Every variant that ``LinearSmall`` of these matrices may launch."""
     formats = frozenset(m.tile for m in matrices)
     return [
-        kernel_spec(formats, epilogue, tiles, linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices)))
+        kernel_spec(formats, epilogue, tiles, _tuning(device, matrices, tiles))
         for tiles in range(1, token_tiles(max_columns) + 1)
     ]
 
@@ -266,7 +271,7 @@ class LinearSmall:
         formats = frozenset(m.tile for m in matrices)
         self._variants: list[_Variant] = []
         for tiles in range(1, token_tiles(max_columns) + 1):
-            tuning = linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices))
+            tuning = _tuning(device, matrices, tiles)
             spans = cut_spans(matrices, tuning.warps * tuning.tile_rows, device.n_sms * tuning.blocks_per_sm)
             self._variants.append(_Variant(kernel_spec(formats, epilogue, tiles, tuning), spans))
 

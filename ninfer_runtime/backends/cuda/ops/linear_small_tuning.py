@@ -25,6 +25,7 @@ class LinearSmallTuning:
     x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from
                    global memory (L1) straight to registers, and warps never meet
     release_early  1: the launch behind may begin while this one still waits for the one ahead
+    without_w8     1: not for launches with W8 matrices, whose operands take more registers than these leave
     """
 
     columns: int
@@ -37,6 +38,7 @@ class LinearSmallTuning:
     max_stages: int
     x_columns: int
     release_early: int = 1
+    without_w8: int = 0
 
 
 @cache
@@ -58,10 +60,11 @@ def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallT
         raise UnsupportedError(f"{file.name} is no tuning file of linear_small: {error}") from None
 
 
-def linear_small_tuning(device: Device, tiles: int, n_tile_rows: int) -> LinearSmallTuning:
+def linear_small_tuning(device: Device, tiles: int, n_tile_rows: int, has_w8: bool = False) -> LinearSmallTuning:
     """Geometry for 8 · ``tiles`` columns and matrices of ``n_tile_rows`` tile rows together."""
     for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm):
-        if row.columns >= TOKEN_TILE * tiles and row.min_tile_rows <= n_tile_rows:
+        fits = row.columns >= TOKEN_TILE * tiles and row.min_tile_rows <= n_tile_rows
+        if fits and not (row.without_w8 and has_w8):
             return row
     raise UnsupportedError(
         f"no tuning of linear_small for {TOKEN_TILE * tiles} columns and {n_tile_rows} tile rows on {device.name}"
