@@ -19,7 +19,7 @@ RUN_STAMP := $(VENV)/.ninfer-run-stamp
 TEST_STAMP := $(VENV)/.ninfer-test-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow unit lint bench gpu clean distclean
+.PHONY: help setup setup-test demo test test-slow unit lint bench gpu watch clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -52,6 +52,9 @@ gpu:  ## on a machine with a card: the gpu tests, then every benchmark; writes b
 	@mkdir -p build
 	test -f $(GPU_ARTIFACT) || $(GPU_RUN) bench synth $(GPU_IDENTITY) $(GPU_ARTIFACT)
 	$(GPU_RUN) bench all $(GPU_ARTIFACT) --record bench/records --plot build/roofline.png
+
+watch:  ## the kernels on the emulator with every access watched: races, unfinished copies, early reads
+	NINFER_WATCH=1 $(BIN)/python -m pytest tests/runtime/cuda $(PYTEST_ARGS)
 
 clean:  ## remove build output and caches, keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -120,7 +120,7 @@ PROBE(probe_cp_async) {
         else if (group == 1)
             cp_async_16_zfill(target, source, t % 2 == 0);
         else
-            cp_async_16_stream(target, source);
+            cp_async_16(target, source);
         cp_async_commit();
     }
     cp_async_wait<WAIT_GROUPS>();

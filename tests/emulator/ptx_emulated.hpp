@@ -268,8 +268,6 @@ DEVICE void cp_async_16_zfill(void* shared, const void* global, bool valid) {
     emulator::queue_copy(shared, global, 16, valid);
 }
 
-DEVICE void cp_async_16_stream(void* shared, const void* global) { emulator::queue_copy(shared, global, 16, true); }
-
 DEVICE void cp_async_8(void* shared, const void* global) { emulator::queue_copy(shared, global, 8, true); }
 
 DEVICE void cp_async_4(void* shared, const void* global) { emulator::queue_copy(shared, global, 4, true); }

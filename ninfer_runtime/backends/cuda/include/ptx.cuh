@@ -90,13 +90,6 @@ DEVICE void cp_async_16_zfill(void* shared, const void* global, bool valid) {
                  : "memory");
 }
 
-// For bytes that are read once: weights.
-DEVICE void cp_async_16_stream(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-                 "l"(global), "l"(evict_first_policy())
-                 : "memory");
-}
-
 DEVICE void cp_async_8(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
