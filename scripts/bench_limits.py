@@ -107,6 +107,7 @@ def write_rate(folder: Path, n_bytes: int) -> float:
     """Bytes per second of writing ``n_bytes`` to a new file in ``folder``, the final sync included."""
     block = np.random.default_rng().integers(0, 256, WRITE_BYTES, np.uint8).data
     path = folder / "plain"
+    os.sync()
     started = time.perf_counter()
     with open(path, "wb", buffering=0) as stream:
         for _ in range(-(-n_bytes // WRITE_BYTES)):
@@ -120,7 +121,8 @@ def write_rate(folder: Path, n_bytes: int) -> float:
 def bench(folder: Path, out_folder: Path, recipe: str, device: str, n_runs: int) -> dict[str, Any]:
     """Build and limits for one recipe, in rounds; the first build is a warm-up.
 
-    Every build writes a new file, as the plain writing does: giving back the blocks of an old one is neither's work.
+    Every build writes a new file, as the plain writing does: giving back the blocks of an old one is neither's work,
+    so the disk has done with it before the clock starts.
     """
     out = out_folder / f"{recipe}.ninfer"
     build = ["-c", BUILD, "build", str(folder), str(out), "--recipe", recipe, "--device", device, "--json"]
@@ -129,6 +131,7 @@ def bench(folder: Path, out_folder: Path, recipe: str, device: str, n_runs: int)
     seconds: dict[str, list[float]] = {"encode": [], "sha256": [], "write": []}
     for number in range(n_runs + 1):
         out.unlink(missing_ok=True)
+        os.sync()
         run, n_bytes = timed(build), out.stat().st_size
         if number:
             runs.append(run)

@@ -13,6 +13,7 @@ from ninfer_runtime.backends.base import (
     Float32s,
     Int32s,
     PrefillChunk,
+    Program,
     ProgramLimits,
     ProgramOptions,
     Round,
@@ -68,7 +69,7 @@ def cuts(seed: int, n_tokens: int) -> list[int]:
 
 
 def prefill(
-    program: ReferenceProgram, ids: Int32s, *, slot: int = 0, chunks: Iterable[int] | None = None, fresh: bool = True
+    program: Program, ids: Int32s, *, slot: int = 0, chunks: Iterable[int] | None = None, fresh: bool = True
 ) -> Float32s:
     """Feed ``ids`` in chunks and return all logits [T, V]."""
     if fresh:
@@ -92,7 +93,7 @@ class Row:
     budget: int = 1000
 
 
-def round_of(program: ReferenceProgram, *rows: Row, **fields: Any) -> Round:
+def round_of(program: Program, *rows: Row, **fields: Any) -> Round:
     """A round at the slots' present lengths."""
     q = max(len(row.inputs) for row in rows)
     token_ids = np.zeros((len(rows), q), np.int32)
@@ -112,7 +113,7 @@ def round_of(program: ReferenceProgram, *rows: Row, **fields: Any) -> Round:
     )
 
 
-def play(program: ReferenceProgram, *rows: Row, **fields: Any) -> RoundResult:
+def play(program: Program, *rows: Row, **fields: Any) -> RoundResult:
     """Launch, read, commit in full."""
     ticket = program.launch(round_of(program, *rows, **fields))
     result = program.read(ticket)
@@ -125,7 +126,7 @@ def emitted(result: RoundResult, b: int = 0) -> list[int]:
     return [int(token) for token in result.token_ids[b, : result.emitted[b]]]
 
 
-def step(program: ReferenceProgram, first: int, n: int, row: Row | None = None) -> list[int]:
+def step(program: Program, first: int, n: int, row: Row | None = None) -> list[int]:
     """``n`` tokens one column at a time, starting from the last emitted token ``first``."""
     row, tokens = row or Row(0, [first]), [first]
     for _ in range(n):

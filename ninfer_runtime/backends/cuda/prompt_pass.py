@@ -54,8 +54,8 @@ class PromptPass:
     def queue(self, stream: Stream, slot: int, start: int, n_tokens: int, *, has_own_rows: bool) -> None:
         """All layers; afterwards ``x`` holds the residual stream of every token."""
         r, a = self._regions, self._regions.activations
-        own = {"own_index": r.prompt.own_index, "own_rows": r.prompt.own_rows} if has_own_rows else {}
-        self._embed.launch(stream, n_tokens, r.prompt.tokens, a.x, **own)
+        own_index, own_rows = (r.prompt.own_index, r.prompt.own_rows) if has_own_rows else (0, 0)
+        self._embed.launch(stream, n_tokens, r.prompt.tokens, a.x, own_index=own_index, own_rows=own_rows)
         for layer in range(len(r.weights.layers)):
             self.layer(stream, layer, slot, start, n_tokens)
 

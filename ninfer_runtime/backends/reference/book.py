@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 
 from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, Int32s, Round, RoundResult, RowStatus, Ticket
-
 from ninfer_runtime.backends.checks import require
+
 from .state import RowRecord
 
 

@@ -20,10 +20,10 @@ from ninfer_runtime.backends.base import (
     StateSnapshot,
     Ticket,
 )
+from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
 from ninfer_runtime.models.binder import BoundModel
 
 from .book import Launched, RoundBook
-from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
 from .embedding import embed
 from .forward import Segment, decode_columns, head_logits
 from .gdn import replay

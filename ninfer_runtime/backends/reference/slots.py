@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from ninfer_runtime.backends.base import Int32s, Place, ProgramLimits, StateSnapshot
+from ninfer_runtime.backends.checks import check_ids, require
 from ninfer_runtime.models.spec import ModelSpec
 
-from ninfer_runtime.backends.checks import check_ids, require
 from .sampling import Counts
 from .state import Recurrent, empty_recurrent
 

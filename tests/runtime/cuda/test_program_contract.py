@@ -121,17 +121,17 @@ def test_row_is_the_same_alone_and_among_others_while_columns_share_a_kernel(
     program = cuda_program_of(model)
     rows = [Row(slot, random_ids(model, fresh_seed + slot, 2).tolist()) for slot in range(4)]
     prompts = [random_ids(model, fresh_seed + 9 + slot, 20 + 11 * slot) for slot in range(4)]
-    alone, together = [], []
+    alone: list[NDArray[Any]] = []
     for slot, prompt in enumerate(prompts):
         prefill(program, prompt, slot=slot)
-        alone.append(play(program, rows[slot], want_logits=True).logits)
+        logits = play(program, rows[slot], want_logits=True).logits
+        assert logits is not None
+        alone.append(logits[0])
     for slot, prompt in enumerate(prompts):
         prefill(program, prompt, slot=slot)
     together = play(program, *rows, want_logits=True).logits
     assert together is not None
-    for slot in range(4):
-        assert alone[slot] is not None
-        assert np.array_equal(alone[slot][0], together[slot])
+    assert all(np.array_equal(alone[slot], together[slot]) for slot in range(4))
 
 
 def test_rope_delta_shifts_every_axis_of_a_round_as_positions_do_in_a_prompt(model: BoundModel) -> None:
