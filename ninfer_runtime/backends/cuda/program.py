@@ -64,9 +64,18 @@ class CudaProgram:
     def __init__(self, model: BoundModel, plan: MemoryPlan, device: Device, *, progress: Progress = silent) -> None:
         """Compile, allocate the plan, load, capture. A DeviceError names what does not fit."""
         self.model, self.plan, self.device = model, plan, device
-        limits, spec = plan.limits, model.spec
         self.stream = device.stream()
         self._arena = Arena(device, plan.device_bytes)
+        try:
+            self._start(progress)
+        except BaseException:
+            self._arena.close()
+            raise
+
+    def _start(self, progress: Progress) -> None:
+        """Lay out, compile, load, capture."""
+        model, plan, device = self.model, self.plan, self.device
+        limits, spec = plan.limits, model.spec
         self._regions = lay_out(model, limits, plan.options, device, self._arena)
         r = self._regions
         columns = round_columns(limits)

@@ -12,6 +12,7 @@ from ninfer_format import Artifact
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.base import Float32s, Int32s, PrefillChunk, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
+from ninfer_runtime.backends.cuda.device import DeviceError
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.reference import ReferenceBackend
 from ninfer_runtime.config import KvDtype
@@ -105,3 +106,18 @@ def test_options_and_models_without_kernels_are_refused(artifact_of: ArtifactOf)
         pytest.raises(UnsupportedError, match="mixture-of-experts"),
     ):
         backend.plan_memory(bind(artifact), LIMITS, ProgramOptions(device="cuda", dtype="bfloat16"))
+
+
+def test_start_that_fails_gives_the_memory_back(dense_model: BoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(n_sms=4)
+    backend = CudaBackend(device)
+    plan = backend.plan_memory(dense_model, LIMITS, ProgramOptions(device="cuda", dtype="bfloat16"))
+    free = device.free_bytes()
+
+    def fails(self: CudaProgram, progress: object) -> None:
+        raise DeviceError("the file ended early")
+
+    monkeypatch.setattr(CudaProgram, "_load", fails)
+    with pytest.raises(DeviceError, match="ended early"):
+        backend.create(dense_model, plan)
+    assert device.free_bytes() == free
