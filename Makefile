@@ -4,7 +4,7 @@ VENV ?= .venv
 # An extra package index that has the CPU build of torch, for machines whose default index does not.
 TORCH_INDEX ?=
 JOBS ?= 2
-SUITE_SECONDS ?= 1200
+SUITE_SECONDS ?= 1440
 PYTEST_ARGS ?=
 # make gpu takes the Python that has the cuda extra, and writes this synthetic artifact unless it is there.
 GPU_PYTHON ?= $(PYTHON)
