@@ -5,6 +5,7 @@ payloads in flight live in one ring whose size, with the workers' buffers, is th
 """
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,8 @@ class Assembly:
                 self._failures.add(error, (order, number))
                 self._halt()
                 return
+            # A writer that the disk has answered goes first, or the ring fills while a worker uses up its time slice.
+            os.sched_yield()
 
     def _do(self, item: StoredObject, number: int, space: Workspace) -> None:
         result = item.work(number, space)

@@ -31,6 +31,8 @@ from scripts.bench_convert import BUILD, make_in_child, timed  # noqa: E402
 
 SCHEMA = "ninfer.bench-limits/1"
 WRITE_BYTES = 4 << 20
+POOL_WORDS = 1 << 27
+"""Words that the encoders alone are fed from, one piece after another: more than caches hold, as with a checkpoint."""
 
 
 def encoders_alone(folder: Path, recipe: str, device: str) -> float:
@@ -48,9 +50,14 @@ def encoders_alone(folder: Path, recipe: str, device: str) -> float:
     words = (values.view(np.uint32) >> 16).astype(np.uint16)
 
     class FromMemory(Workspace):
+        begin = 0
+
         def read(self, reader: Any, begin: int, end: int, out: Any = None, *, words: bool = False) -> Any:
             del words
-            rows = pool[: (end - begin) * reader.width].reshape(end - begin, reader.width)
+            size = (end - begin) * reader.width
+            self.begin = 0 if self.begin + size > pool.size else self.begin
+            rows = pool[self.begin : self.begin + size].reshape(end - begin, reader.width)
+            self.begin += size
             if out is None:
                 return rows
             out[...] = rows
@@ -60,7 +67,7 @@ def encoders_alone(folder: Path, recipe: str, device: str) -> float:
         (StoredObject(plan, entry, source, lanes.piece), np.full(entry.n_bytes, 1, np.uint8))  # pages touched now
         for entry, source in zip(target.inventory.objects, target.sources, strict=True)
     ]
-    pool, advanced = words, threading.Condition()
+    pool, advanced = np.resize(words, POOL_WORDS), threading.Condition()
     pieces = iter([(item, number) for item, _ in items for number in range(item.n_pieces)])
 
     def work() -> None:
