@@ -21,7 +21,10 @@
     ├── SourceError                  1   a checkpoint that cannot be converted
     └── GenerationError              1   a request the engine had to end
         ├── RequestError             2   a request that could never run
-        └── NonFiniteError           1   NaN or infinity among the logits
+        ├── NonFiniteError           1   NaN or infinity among the logits
+        ├── OverloadedError          1   as many requests wait as may
+        ├── QueueTimeoutError        1   a request waited longer than it may
+        └── EngineStoppedError       1   the engine is closing, or its device failed
 
 Messages say what was found, what was expected, where, and what to do.
 """
@@ -125,3 +128,15 @@ class RequestError(GenerationError):
 
 class NonFiniteError(GenerationError):
     """The model produced NaN or infinity among the addressable logits."""
+
+
+class OverloadedError(GenerationError):
+    """As many requests wait as may; try again later."""
+
+
+class QueueTimeoutError(GenerationError):
+    """A request waited longer for its turn than it may."""
+
+
+class EngineStoppedError(GenerationError):
+    """The engine is closing or its device failed: nothing runs on it any more."""

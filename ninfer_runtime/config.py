@@ -9,12 +9,15 @@ from ninfer_format.errors import RequestError, UsageError
 
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "bf16", "int8", "fp6"]
+Proposer = Literal["none", "mtp"]
+Acceptance = Literal["equal", "ratio"]
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_CONCURRENCY = 8
 PREFILL_CHUNK_MULTIPLE = 128
+MAX_DRAFTS = 5
 PAGE_TOKENS = 64
 
 
@@ -135,10 +138,19 @@ class EngineConfig:
     dtype          rounding profile of the arithmetic (``specs/models.md``)
     kv_dtype       storage of keys and values; "auto" keeps them in ``dtype``
     max_context    most tokens of one sequence, prompt and output together
-    kv_capacity    tokens in the shared KV pool, rounded up to pages; None = max_context × max_concurrency
+    kv_rotation    quantized KV only: rotate each head before it is stored
+    kv_capacity    tokens in the shared KV pool, rounded up to pages; None = max_context × max_concurrency; "auto" =
+                   what the device's free memory holds, at most that
     prefill_chunk  most prompt tokens per prefill call, a multiple of 128
     max_concurrency  sequences that can be alive at once, 1..8
     weight_budget  bytes of decoded weights kept resident; None = half of the free memory; 0 = decode on every use
+    spec           what drafts tokens; "none" or "mtp", with ``draft_tokens`` 1..5 per round
+    lm_head_draft  draft with the artifact's head over frequent ids
+    acceptance     how drafts of sampled rows are accepted: "equal" (the text is that without speculation) or "ratio"
+    draft_backoff  draft less where acceptance does not pay
+    prefix_reuse   keep finished prompts and answers for requests that begin the same
+    snapshots      saved states for that, on the device; ``host_snapshots`` in host memory
+    max_pending    requests that may wait; ``pending_seconds``: how long one may (None: for ever)
 
     Raises UsageError naming the field, the value and what is allowed.
     """
@@ -147,11 +159,22 @@ class EngineConfig:
     device: str = "cpu"
     dtype: Dtype = "float32"
     kv_dtype: KvDtype = "auto"
+    kv_rotation: bool = True
     max_context: int = 2048
-    kv_capacity: int | None = None
+    kv_capacity: int | Literal["auto"] | None = None
     prefill_chunk: int = 1024
     max_concurrency: int = 1
     weight_budget: int | None = None
+    spec: Proposer = "none"
+    draft_tokens: int = 0
+    lm_head_draft: bool = False
+    acceptance: Acceptance = "equal"
+    draft_backoff: bool = True
+    prefix_reuse: bool = False
+    snapshots: int = 0
+    host_snapshots: int = 0
+    max_pending: int = 16
+    pending_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check_option("dtype", self.dtype, ("float32", "bfloat16"))
@@ -163,15 +186,30 @@ class EngineConfig:
             raise UsageError(
                 f"prefill_chunk is {self.prefill_chunk}, expected a positive multiple of {PREFILL_CHUNK_MULTIPLE}"
             )
-        if self.kv_capacity is not None:
+        if isinstance(self.kv_capacity, int):
             _check_integer("kv_capacity", self.kv_capacity, self.max_context, 2**40, UsageError)
         if self.weight_budget is not None:
             _check_integer("weight_budget", self.weight_budget, 0, 2**63 - 1, UsageError)
+        _check_option("spec", self.spec, ("none", "mtp"))
+        _check_option("acceptance", self.acceptance, ("equal", "ratio"))
+        if self.spec == "none" and (self.draft_tokens or self.lm_head_draft):
+            raise UsageError("draft_tokens and lm_head_draft need spec, which is 'none'")
+        if self.spec != "none":
+            _check_integer("draft_tokens", self.draft_tokens, 1, MAX_DRAFTS, UsageError)
+        _check_integer("snapshots", self.snapshots, 0, 2**20, UsageError)
+        _check_integer("host_snapshots", self.host_snapshots, 0, 2**20, UsageError)
+        _check_integer("max_pending", self.max_pending, 1, 2**20, UsageError)
+        if self.pending_seconds is not None and not 0 < self.pending_seconds < math.inf:
+            raise UsageError(f"pending_seconds is {self.pending_seconds}, expected a positive number")
 
     @property
     def n_pages(self) -> int:
-        """KV pages of the shared pool."""
-        pages_of_one = -(-self.max_context // PAGE_TOKENS)
-        if self.kv_capacity is None:
-            return pages_of_one * self.max_concurrency
-        return -(-self.kv_capacity // PAGE_TOKENS)
+        """KV pages of the shared pool; with "auto" the most it can be."""
+        if isinstance(self.kv_capacity, int):
+            return -(-self.kv_capacity // PAGE_TOKENS)
+        return self.pages_per_sequence * self.max_concurrency
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """KV pages of the longest sequence."""
+        return -(-self.max_context // PAGE_TOKENS)

@@ -16,6 +16,9 @@ One round, seen from the engine::
     result = program.read(ticket)                      # waits
     program.commit(ticket)                             # or commit(ticket, columns) with fewer, or rollback(ticket)
 
+Speculation: a program planned with a proposer drafts tokens after every draw, keeps them in the slot, and evaluates
+them as the columns of a later round (``Round.own_drafts``). Nothing at this seam says how it drafts.
+
 One ahead: the next round starts from what this one emits, before the host has looked at it::
 
     second = program.launch(following(first_round, first))     # commits the first by its own count
@@ -36,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format.errors import NinferError, UsageError
-from ninfer_runtime.config import PAGE_TOKENS, Dtype, KvDtype, SamplingParams
+from ninfer_runtime.config import PAGE_TOKENS, Acceptance, Dtype, KvDtype, Proposer, SamplingParams
 
 if TYPE_CHECKING:
     from ninfer_runtime.models.binder import BoundModel
@@ -72,6 +75,7 @@ class ProgramLimits:
     prefill_chunk     T, most tokens of one prefill call
     logits_rows       most rows of logits that one prefill call returns
     device_snapshots, host_snapshots   state snapshots that can be alive at once, by place
+    max_drafts        most drafts of one row, below ``max_columns``; 0 without a proposer
     """
 
     max_rows: int = 1
@@ -84,6 +88,7 @@ class ProgramLimits:
     device_snapshots: int = 0
     host_snapshots: int = 0
     page_tokens: int = PAGE_TOKENS
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -93,8 +98,10 @@ class ProgramLimits:
             raise UsageError(f"n_slots is {self.n_slots}, expected at least max_rows, which is {self.max_rows}")
         if self.page_tokens != PAGE_TOKENS:
             raise UsageError(f"page_tokens is {self.page_tokens}, expected {PAGE_TOKENS}")
-        if min(self.device_snapshots, self.host_snapshots) < 0:
-            raise UsageError("device_snapshots and host_snapshots must not be negative")
+        if min(self.device_snapshots, self.host_snapshots, self.max_drafts) < 0:
+            raise UsageError("device_snapshots, host_snapshots and max_drafts must not be negative")
+        if self.max_drafts >= self.max_columns:
+            raise UsageError(f"max_drafts is {self.max_drafts}, expected less than max_columns, {self.max_columns}")
 
     @property
     def pages_per_row(self) -> int:
@@ -104,12 +111,23 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOptions:
-    """How the arithmetic runs. ``weight_budget``: bytes of decoded weights to keep resident, None = what fits."""
+    """How the arithmetic runs.
+
+    weight_budget  bytes of decoded weights to keep resident, None = what fits
+    kv_rotation    quantized keys and values are stored after a Walsh-Hadamard rotation of each head
+    proposer       what drafts tokens; "none" takes no memory
+    draft_head     the proposer uses the artifact's head over frequent ids instead of the full one
+    acceptance     how drafts of sampled rows are accepted (``Round``)
+    """
 
     device: str = "cpu"
     dtype: Dtype = "float32"
     kv_dtype: KvDtype = "auto"
     weight_budget: int | None = None
+    kv_rotation: bool = True
+    proposer: Proposer = "none"
+    draft_head: bool = False
+    acceptance: Acceptance = "equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +183,7 @@ class PrefillChunk:
     logits_mask      uint32 [ceil(V / 32)] for that draw: bit ``id % 32`` of word ``id // 32`` set = allowed
     n_top_logprobs   None: no logprobs; 0: of the drawn token; n: also of the n most likely ones
     want_hidden      also return the final-normed hidden rows, float32 [T, hidden]
+    n_drafts         tokens to draft behind the drawn one, kept in the slot; 0 without ``sampling``
     """
 
     slot: int
@@ -178,6 +197,7 @@ class PrefillChunk:
     logits_mask: Uint32s | None = None
     n_top_logprobs: int | None = None
     want_hidden: bool = False
+    n_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +217,7 @@ class PrefillResult:
     """token_id: the draw, or None when none was asked for or the logits were not finite.
 
     logits float32 [0 | 1 | T, V]; hidden float32 [T, hidden] or None; ``finite`` is False when NaN or infinity is
-    among the addressable logits that were evaluated.
+    among the addressable logits that were evaluated. drafts int32 [n_drafts] that the slot now holds.
     """
 
     token_id: int | None
@@ -205,6 +225,7 @@ class PrefillResult:
     hidden: Float32s | None
     logprobs: Logprobs | None
     finite: bool
+    drafts: Int32s | None = None
 
 
 class RowStatus(IntEnum):
@@ -256,6 +277,15 @@ class Round:
     n_top_logprobs as in PrefillChunk, for every emitted token
     want_logits    also return raw logits, float32 [B, q, V]
     want_hidden    also return final-normed hidden rows, float32 [B, q, hidden]
+    own_drafts     columns 1.. are the drafts the slots hold (``token_ids`` there are ignored): row ``b`` evaluates
+                   column 0 and as many of its drafts as it holds, at most ``n_columns[b] - 1``. Needs ``verify``.
+    n_drafts       int32 [B], tokens to draft behind what each row emits, for a later round; None: none. A row that
+                   ends drafts nothing. Every round uses up the drafts its slots held.
+
+    Own drafts are accepted by ``ProgramOptions.acceptance``. "equal": as above; the proposer draws with the random
+    numbers of the target, so proposals agree often and the tokens are those without speculation. "ratio", for rows
+    that are not greedy and proposals with a distribution q: draft d is accepted with probability min(1, p(d) / q(d));
+    the first that is not gives way to a draw from max(0, p - q) renormalised; behind the last one a draw from p.
 
     The random number of a draw depends on (seed, index of the drawn token, purpose) and on nothing else.
     """
@@ -275,6 +305,8 @@ class Round:
     n_top_logprobs: int | None = None
     want_logits: bool = False
     want_hidden: bool = False
+    own_drafts: bool = False
+    n_drafts: Int32s | None = None
 
     @property
     def n_rows(self) -> int:
@@ -282,16 +314,23 @@ class Round:
         return len(self.slots)
 
 
-def following(round_: Round, ticket: Ticket) -> Round:
-    """The one-column round that continues ``round_`` from what it emits, before it has been read."""
+def following(round_: Round, ticket: Ticket, n_columns: Int32s | None = None, n_drafts: Int32s | None = None) -> Round:
+    """The round that continues ``round_`` from what it emits, before it has been read.
+
+    ``n_columns`` int32 [B] limits the drafts of ``round_`` each row evaluates (None: one column, no drafts);
+    ``n_drafts`` as in Round.
+    """
     b = round_.n_rows
+    columns = np.ones(b, np.int32) if n_columns is None else n_columns
     return replace(
         round_,
-        token_ids=np.zeros((b, 1), np.int32),
-        n_columns=np.ones(b, np.int32),
+        token_ids=np.zeros((b, int(columns.max())), np.int32),
+        n_columns=columns,
         verify=True,
         previous=ticket,
         logits_mask=None,
+        own_drafts=n_columns is not None,
+        n_drafts=n_drafts,
     )
 
 
@@ -308,6 +347,8 @@ class RoundResult:
     logprobs   of the emitted tokens, arrays [B, q(, n)], 0 beyond ``emitted``; None if not asked for
     logits     float32 [B, q, V], 0 beyond ``n_columns``; None if not asked for
     hidden     float32 [B, q, hidden], likewise
+    drafted    int32 [B], drafts each row evaluated
+    drafts     int32 [B, max_drafts], what the slots now hold, 0 beyond ``n_drafts`` int32 [B]; None if none were asked
     """
 
     token_ids: Int32s
@@ -319,6 +360,9 @@ class RoundResult:
     logprobs: Logprobs | None = None
     logits: Float32s | None = None
     hidden: Float32s | None = None
+    drafted: Int32s | None = None
+    drafts: Int32s | None = None
+    n_drafts: Int32s | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +396,9 @@ class Program(Protocol):
     def notes(self) -> tuple[tuple[str, str], ...]:
         """(label, text) of what a report says about this program beside its plan."""
 
+    def enter_thread(self) -> None:
+        """Called first in a thread that drives the program from then on, when it is not the one that made it."""
+
     @property
     def runs_ahead(self) -> bool:
         """Whether ``launch`` returns before the round is done, so that launching one ahead gains anything."""
@@ -374,6 +421,9 @@ class Program(Protocol):
 
     def release(self, snapshot: StateSnapshot) -> None:
         """Give the snapshot's memory back; using it afterwards is a ContractError."""
+
+    def relocate(self, snapshot: StateSnapshot, place: Place) -> StateSnapshot:
+        """Move a snapshot to the other place; the old name is released. ContractError when that place is full."""
 
     # ---- keys and values ---------------------------------------------------------------------
     def copy_pages(self, sources: Int32s, targets: Int32s) -> None:

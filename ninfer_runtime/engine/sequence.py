@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
 from ninfer_format.errors import RequestError
-from ninfer_runtime.backends.base import Int32s
+from ninfer_runtime.backends.base import Int32s, Uint32s
 from ninfer_runtime.config import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -37,6 +38,50 @@ def check_tokens(token_ids: Sequence[int], vocab_rows: int) -> Int32s:
 
 
 @dataclass(frozen=True, slots=True)
+class Forced:
+    """Tokens that come next whatever the model says; they are emitted like drawn ones."""
+
+    token_ids: tuple[int, ...]
+
+
+Verdict = FinishReason | Forced | None
+
+
+class Reader(Protocol):
+    """Reads a sequence's tokens in the engine's worker, one call per emitted token, so that what it finds ends the
+    sequence exactly there. It must not block."""
+
+    def feed(self, token_id: int) -> Verdict:
+        """Take one token (stop ids are not shown to it): go on (None), end after it, or force what follows."""
+
+
+class Grammar(Protocol):
+    """What a sequence may say next. Used by the engine's worker alone."""
+
+    def masks(self, drafts: Sequence[int], out: Uint32s) -> int:
+        """Fill ``out`` uint32 [1 + len(drafts), words]: row i holds the ids allowed after ``drafts[:i]``.
+
+        Returns the rows filled: 1 + the drafts that are allowed themselves. The state does not change. Where the text
+        may end, the sequence's stop ids are allowed.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """The token was emitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Where a prompt is likely to be continued differently, for prefix reuse.
+
+    key     what must agree beside the tokens (template mode, media digests); prompts with other keys share nothing
+    at      token counts at which the state is worth keeping: ends of the system block, of turns, of the prompt
+    """
+
+    key: bytes = b""
+    at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What to generate.
 
@@ -46,6 +91,10 @@ class Request:
     stop_ids        an emitted one ends the generation (it is the last event, marked as a stop)
     ignore_eos      run on through stop ids
     n_top_logprobs  None: no logprobs; 0: of each emitted token; n: also of the n most likely ones
+    reader          looks at every token; None: nothing but ids, counts and the caller end the sequence
+    grammar         what may be said; None: everything
+    anchors         for prefix reuse; ``reuse`` False neither looks for a prefix nor keeps one
+    speculate       False: no drafts for this request
     """
 
     token_ids: Sequence[int]
@@ -54,6 +103,11 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     n_top_logprobs: int | None = None
+    reader: Reader | None = None
+    grammar: Grammar | None = None
+    anchors: Anchors = field(default_factory=Anchors)
+    reuse: bool = True
+    speculate: bool = True
 
     def check(self, n_addressable: int, vocab_rows: int, max_context: int) -> Int32s:
         """The prompt as int32 [T], or RequestError naming what cannot run.
@@ -86,13 +140,58 @@ class TokenEvent:
     is_stop: bool = False
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    is_forced: bool = False
+    """It was forced by the reader: the model did not draw it, and it has no log probability."""
+
+
+class MissReason(Enum):
+    """Why no longer prefix was reused."""
+
+    NONE = "none"
+    """All of the prompt but its last token was."""
+    OFF = "off"
+    EMPTY = "empty"
+    """Nothing is kept under this key."""
+    DIFFERS = "differs"
+    """The kept text goes on differently."""
+    NO_STATE = "no-state"
+    """The text is kept further than the last saved state."""
+    EVICTED = "evicted"
+    """It had been kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What prefix reuse found.
+
+    n_tokens          prompt tokens that were not computed
+    n_known           tokens that agree with kept text, saved state or not
+    reason            why it was not more
+    first_difference  index of the first prompt token that differs from kept text, None when none does
+    """
+
+    n_tokens: int = 0
+    n_known: int = 0
+    reason: MissReason = MissReason.OFF
+    first_difference: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What speculation did for one sequence; ``accepted_at[i]`` counts rounds that accepted draft i."""
+
+    n_rounds: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The end of a generation; times in seconds.
 
-    ``prefill_seconds`` ends with the first token, ``decode_seconds`` covers the other ``n_generated - 1``.
+    ``queue_seconds`` ends when the prompt begins, ``prefill_seconds`` with the first token, ``decode_seconds`` covers
+    the other ``n_generated - 1``.
     """
 
     reason: FinishReason
@@ -102,11 +201,14 @@ class Finish:
     seed: int
     prefill_seconds: float
     decode_seconds: float
+    queue_seconds: float = 0.0
+    reuse: Reuse = field(default_factory=Reuse)
+    drafting: Drafting = field(default_factory=Drafting)
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second."""
-        return self.n_prompt / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+        """Computed prompt tokens per second."""
+        return (self.n_prompt - self.reuse.n_tokens) / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
 
     @property
     def decode_rate(self) -> float:
