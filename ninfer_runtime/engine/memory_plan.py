@@ -11,19 +11,32 @@ MAX_LOGITS_ROWS = 256
 
 def program_options(config: EngineConfig) -> ProgramOptions:
     """The part of the config that a backend sees."""
-    return ProgramOptions(config.device, config.dtype, config.kv_dtype, config.weight_budget)
+    return ProgramOptions(
+        device=config.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        weight_budget=config.weight_budget,
+        kv_rotation=config.kv_rotation,
+        proposer=config.spec,
+        draft_head=config.lm_head_draft,
+        acceptance=config.acceptance,
+    )
 
 
 def program_limits(config: EngineConfig) -> ProgramLimits:
-    """Limits of a program that serves this config."""
+    """Limits of a program that serves this config; with ``kv_capacity`` "auto" those of the largest pool."""
     chunk = min(config.prefill_chunk, config.max_context)
     return ProgramLimits(
         max_rows=config.max_concurrency,
+        max_columns=1 + config.draft_tokens,
         max_context=config.max_context,
         n_pages=config.n_pages,
         n_slots=config.max_concurrency,
         prefill_chunk=chunk,
         logits_rows=min(chunk, MAX_LOGITS_ROWS),
+        device_snapshots=config.snapshots,
+        host_snapshots=config.host_snapshots,
+        max_drafts=config.draft_tokens,
     )
 
 
