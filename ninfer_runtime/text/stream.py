@@ -94,6 +94,11 @@ class TextChain:
         """True while the text belongs to a thinking block."""
         return not self._raw and self._reasoning.inside
 
+    @property
+    def inside_character(self) -> bool:
+        """True while the bytes so far end within a character."""
+        return self._utf8.inside
+
     def feed(self, piece: bytes) -> list[Event]:
         """Events that are certain now; none after a stop."""
         if self._finished or self.stop is not None:
@@ -159,6 +164,16 @@ class TextStream:
     def stop(self) -> StopHit | None:
         """What ended the text, once something did; generating more is of no use then."""
         return self._chain.stop
+
+    @property
+    def inside_reasoning(self) -> bool:
+        """True while the text belongs to a thinking block."""
+        return self._chain.inside_reasoning
+
+    @property
+    def inside_character(self) -> bool:
+        """True while the tokens so far end within a character."""
+        return self._chain.inside_character
 
     def feed(self, token_ids: Iterable[int]) -> list[Event]:
         """Events that are certain after these tokens."""

@@ -13,6 +13,11 @@ class Utf8Stage:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def inside(self) -> bool:
+        """True while a character has begun and not ended."""
+        return bool(self._decoder.getstate()[0])
+
     def feed(self, piece: bytes) -> list[str]:
         """Text that is complete now: one string, or none."""
         text = self._decoder.decode(piece)
