@@ -21,6 +21,8 @@
     ├── SourceError                  1   a checkpoint that cannot be converted
     └── GenerationError              1   a request the engine had to end
         ├── RequestError             2   a request that could never run
+        │   └── MemberError          2   one member of it is wrong
+        │       └── VisionDisabledError  2   an image or a video where only text runs
         ├── NonFiniteError           1   NaN or infinity among the logits
         ├── OverloadedError          1   as many requests wait as may
         ├── QueueTimeoutError        1   a request waited longer than it may
@@ -124,6 +126,18 @@ class RequestError(GenerationError):
     """A request that could never run with the engine as started."""
 
     exit_code = 2
+
+
+class MemberError(RequestError):
+    """A member of a request is wrong. ``place`` names it, as in ``messages[1].content``."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{place} {problem}")
+        self.place = place
+
+
+class VisionDisabledError(MemberError):
+    """An image or a video, where only text runs."""
 
 
 class NonFiniteError(GenerationError):

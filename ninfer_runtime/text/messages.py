@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ninfer_format.errors import RequestError
+from ninfer_format.errors import MemberError, RequestError, VisionDisabledError
 from ninfer_runtime.text.json_input import parse_json
 from ninfer_runtime.text.reasoning import THINK_CLOSE, THINK_OPEN
 
@@ -98,9 +98,9 @@ def parse_message_file(document: bytes, place: str) -> Conversation:
 def parse_conversation(messages: Any, tools: Any = ()) -> Conversation:
     """A normalised conversation from decoded JSON."""
     if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages is {_kind(messages)}, expected an array with at least one message")
+        raise MemberError("messages", f"is {_kind(messages)}, expected an array with at least one message")
     if not isinstance(tools, list | tuple):
-        raise RequestError(f"tools is {_kind(tools)}, expected an array of functions")
+        raise MemberError("tools", f"is {_kind(tools)}, expected an array of functions")
     for i, tool in enumerate(tools):
         _check_tool(tool, f"tools[{i}]")
     parsed = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -135,20 +135,23 @@ def _with_reasoning_apart(message: Message) -> Message:
 
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
-        raise RequestError(f"{place} is {_kind(message)}, expected an object")
+        raise MemberError(place, f"is {_kind(message)}, expected an object")
     _only(message, MESSAGE_KEYS, place)
     for key in ("role", "content"):
         if key not in message:
-            raise RequestError(f"{place} has no {key}")
+            raise MemberError(place, f"has no {key}")
     role = ROLES.get(message["role"]) if isinstance(message["role"], str) else None
     if role is None:
-        raise RequestError(f"{place}.role is {message['role']!r}, expected one of {', '.join(ROLES)}")
+        raise MemberError(f"{place}.role", f"is {message['role']!r}, expected one of {', '.join(ROLES)}")
     for key, owner in (("reasoning_content", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if key in message and role != owner:
-            raise RequestError(f"{place} has {key}, which belongs on {owner} messages only, not on {role}")
+            raise MemberError(place, f"has {key}, which belongs on {owner} messages only, not on {role}")
+    content = _content(message["content"], f"{place}.content")
+    if role == "user" and not content:
+        raise MemberError(f"{place}.content", "is empty, expected text: a user's turn says something")
     return Message(
         role,
-        _content(message["content"], f"{place}.content"),
+        content,
         _optional_string(message, "reasoning_content", place),
         _tool_calls(message["tool_calls"], f"{place}.tool_calls") if "tool_calls" in message else (),
         _optional_string(message, "tool_call_id", place),
@@ -161,96 +164,106 @@ def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise RequestError(f"{place} is {_kind(content)}, expected a string, null or a non-empty array of parts")
+        raise MemberError(place, f"is {_kind(content)}, expected a string, null or a non-empty array of parts")
     return "\n".join(_text_part(part, f"{place}[{i}]") for i, part in enumerate(content))
 
 
 def _text_part(part: Any, place: str) -> str:
     if not isinstance(part, dict):
-        raise RequestError(f"{place} is {_kind(part)}, expected an object")
+        raise MemberError(place, f"is {_kind(part)}, expected an object")
     declared = part.get("type")
     media = MEDIA_KEYS.get(declared) if isinstance(declared, str) else None
     media = media or next((kind for key, kind in MEDIA_KEYS.items() if key in part), None)
     if media is not None:
-        raise RequestError(f"{place} is {'an' if media == 'image' else 'a'} {media}, but this build runs text only")
+        raise VisionDisabledError(
+            place, f"is {'an' if media == 'image' else 'a'} {media}, but this build runs text only; send its text"
+        )
     if declared not in (None, "text") or "text" not in part:
-        raise RequestError(f"{place} has type {declared!r}, expected a text part with a text")
+        raise MemberError(place, f"has type {declared!r}, expected a text part with a text")
     _only(part, TEXT_PART_KEYS, place)
     if not isinstance(part["text"], str):
-        raise RequestError(f"{place}.text is {_kind(part['text'])}, expected a string")
+        raise MemberError(f"{place}.text", f"is {_kind(part['text'])}, expected a string")
     text: str = part["text"]
     return text
 
 
 def _tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
     if not isinstance(calls, list) or not calls:
-        raise RequestError(f"{place} is {_kind(calls)}, expected a non-empty array of calls")
+        raise MemberError(place, f"is {_kind(calls)}, expected a non-empty array of calls")
     return tuple(_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls))
 
 
 def _tool_call(call: Any, place: str) -> ToolCall:
     """One call, nested ``{id?, type?, function: {name, arguments}}`` or flat ``{id?, type?, name, arguments}``."""
     if not isinstance(call, dict):
-        raise RequestError(f"{place} is {_kind(call)}, expected an object")
+        raise MemberError(place, f"is {_kind(call)}, expected an object")
     if "function" in call:
         _only(call, {"id", "type", "function"}, place)
         function, inner = call["function"], f"{place}.function"
         if not isinstance(function, dict):
-            raise RequestError(f"{inner} is {_kind(function)}, expected an object")
+            raise MemberError(inner, f"is {_kind(function)}, expected an object")
         _only(function, {"name", "arguments"}, inner)
     else:
         _only(call, {"id", "type", "name", "arguments"}, place)
         function, inner = call, place
     if call.get("type", "function") != "function":
-        raise RequestError(f"{place}.type is {call['type']!r}, expected 'function'")
+        raise MemberError(f"{place}.type", f"is {call['type']!r}, expected 'function'")
     for key in ("name", "arguments"):
         if key not in function:
-            raise RequestError(f"{inner} has no {key}")
+            raise MemberError(inner, f"has no {key}")
     return ToolCall(
         _tool_name(function["name"], f"{inner}.name"),
-        _arguments(function["arguments"], f"{inner}.arguments"),
+        parse_arguments(function["arguments"], f"{inner}.arguments"),
         _optional_string(call, "id", place),
     )
 
 
-def _arguments(arguments: Any, place: str) -> Mapping[str, Any]:
+def parse_arguments(arguments: Any, place: str) -> Mapping[str, Any]:
+    """A call's arguments: an object, or text that holds one; MemberError naming ``place`` for anything else."""
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, place, RequestError)
+        arguments = _json_of(arguments, place)
     if not isinstance(arguments, dict):
-        raise RequestError(f"{place} is {_kind(arguments)}, expected an object or a string that holds one")
+        raise MemberError(place, f"is {_kind(arguments)}, expected an object or a string that holds one")
     return arguments
+
+
+def _json_of(text: str, place: str) -> Any:
+    try:
+        return parse_json(text, "", RequestError)
+    except RequestError as error:
+        raise MemberError(place, str(error).strip()) from None
 
 
 def _check_tool(tool: Any, place: str) -> None:
     if not isinstance(tool, dict):
-        raise RequestError(f"{place} is {_kind(tool)}, expected an object")
+        raise MemberError(place, f"is {_kind(tool)}, expected an object")
     if tool.get("type", "function") != "function":
-        raise RequestError(f"{place}.type is {tool['type']!r}, expected 'function'")
+        raise MemberError(f"{place}.type", f"is {tool['type']!r}, expected 'function'")
     function = tool.get("function", tool)
     inner = f"{place}.function" if "function" in tool else place
     if not isinstance(function, dict):
-        raise RequestError(f"{inner} is {_kind(function)}, expected an object")
+        raise MemberError(inner, f"is {_kind(function)}, expected an object")
     _tool_name(function.get("name"), f"{inner}.name")
     if not isinstance(function.get("parameters", {}), dict):
-        raise RequestError(f"{inner}.parameters is {_kind(function['parameters'])}, expected an object")
+        raise MemberError(f"{inner}.parameters", f"is {_kind(function['parameters'])}, expected an object")
 
 
 def _tool_name(name: Any, place: str) -> str:
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise RequestError(f"{place} is {name!r}, expected 1 to 128 letters, digits, '_', '-' or '.'")
+        raise MemberError(place, f"is {name!r}, expected 1 to 128 letters, digits, '_', '-' or '.'")
     return name
 
 
 def _optional_string(members: Mapping[str, Any], key: str, place: str) -> str | None:
     value = members.get(key)
     if value is not None and not isinstance(value, str):
-        raise RequestError(f"{place}.{key} is {_kind(value)}, expected a string")
+        raise MemberError(f"{place}.{key}", f"is {_kind(value)}, expected a string")
     return value
 
 
 def _only(members: Mapping[str, Any], allowed: frozenset[str] | set[str], place: str) -> None:
     if unknown := sorted(members.keys() - allowed):
-        raise RequestError(f"{place} has the member {unknown[0]!r}, expected only {', '.join(sorted(allowed))}")
+        raise MemberError(place, f"has the member {unknown[0]!r}, expected only {', '.join(sorted(allowed))}")
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ninfer_format.errors import ArtifactError, RequestError
+from ninfer_format.errors import ArtifactError, MemberError, RequestError, VisionDisabledError
 from ninfer_runtime.text.generation_config import GenerationDefaults
 from ninfer_runtime.text.messages import Conversation, Message, ToolCall, parse_conversation, parse_message_file
 
@@ -138,6 +138,30 @@ def test_every_wrong_member_is_named_with_its_place(messages: Any, complaint: st
     with pytest.raises(RequestError, match=complaint) as caught:
         parse_conversation(messages)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}]])
+def test_an_empty_user_turn_is_refused_where_it_stands(content: Any) -> None:
+    """C9"""
+    with pytest.raises(MemberError) as caught:
+        parse_conversation([USER, {"role": "user", "content": content}])
+    assert caught.value.place == "messages[1].content"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_media_is_refused_for_every_role_by_a_type_of_its_own(role: str) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(VisionDisabledError, match="send its text") as caught:
+        parse_conversation([{"role": role, "content": [{"type": "text", "text": "see"}, picture]}])
+    assert caught.value.place == "messages[0].content[1]"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "", "[1]", "7", '{"a": 1} x'])
+def test_wrong_arguments_are_named_with_the_index_of_their_call(arguments: str) -> None:
+    """D3"""
+    with pytest.raises(MemberError) as caught:
+        parse_conversation(with_arguments(arguments))
+    assert caught.value.place == "messages[1].tool_calls[1].function.arguments"
 
 
 @pytest.mark.parametrize(
