@@ -9,6 +9,7 @@ from ninfer_format.errors import RequestError, UsageError
 
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "bf16", "int8", "fp6"]
+KvStorage = Literal["float32", "bf16", "int8", "fp6"]
 Proposer = Literal["none", "mtp"]
 Acceptance = Literal["equal", "ratio"]
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
