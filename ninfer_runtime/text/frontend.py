@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ninfer_format.command import require_extra
-from ninfer_format.errors import ArtifactError, UsageError
+from ninfer_format.errors import ArtifactError, StorageError, UsageError
 from ninfer_format.published import PUBLISHED
 from ninfer_format.reader import Artifact
 from ninfer_runtime.text.generation_config import GENERATION_CONFIG, GenerationDefaults
@@ -48,10 +49,13 @@ class Frontend:
         self.end_markers = tuple(marker for marker in markers if not tokenizer.is_single_token(marker))
 
     @classmethod
-    def open(cls, artifact: Artifact) -> "Frontend":
+    def open(cls, artifact: Artifact, chat_template: Path | None = None) -> "Frontend":
         """Read and check the artifact's frontend resources.
 
-        ArtifactError when one is absent, broken, or not what a published identity must have.
+        chat_template   a file whose template stands in for the artifact's own
+
+        ArtifactError when a resource is absent, broken, or not what a published identity must have, and when the file's
+        template does not parse; StorageError when the file cannot be read.
         """
         require_extra("jinja2", "cpu")
         from ninfer_runtime.text.template import ChatTemplate
@@ -60,7 +64,11 @@ class Frontend:
         tokenizer = Tokenizer.from_files(_resource(artifact, TOKENIZER_JSON), tokenizer_config)
         source = _text(_resource(artifact, TEMPLATE_FILE))
         names = special_names(tokenizer_config)
-        template = ChatTemplate(source, tuple(tokenizer.added), names)
+        if chat_template is None:
+            template = ChatTemplate(source, tuple(tokenizer.added), names)
+        else:
+            own = _text(_file(chat_template), chat_template.name)
+            template = ChatTemplate(own, tuple(tokenizer.added), names, name=chat_template.name)
         generation = GenerationDefaults.from_file(_resource(artifact, GENERATION_CONFIG), tokenizer.n_addressable)
         if artifact.identity in PUBLISHED:
             from ninfer_runtime.text.frontend_checks import check_preprocessor, check_published
@@ -153,8 +161,15 @@ def _resource(artifact: Artifact, name: str) -> bytes:
     return bytes(artifact.payload(FOLDER + name))
 
 
-def _text(document: bytes) -> str:
+def _file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path}: the chat template cannot be read: {error.strerror}") from None
+
+
+def _text(document: bytes, name: str = TEMPLATE_FILE) -> str:
     try:
         return document.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"{TEMPLATE_FILE} is not UTF-8: byte {error.start} cannot be decoded") from None
+        raise ArtifactError(f"{name} is not UTF-8: byte {error.start} cannot be decoded") from None

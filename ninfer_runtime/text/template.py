@@ -110,11 +110,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """One template. ``tokens``: texts of the vocabulary's added tokens; ``variables``: e.g. ``eos_token``."""
+    """One template. ``tokens``: texts of the vocabulary's added tokens; ``variables``: e.g. ``eos_token``; ``name``:
+    what errors call it."""
 
-    def __init__(self, source: str, tokens: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokens: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        name: str = TEMPLATE_FILE,
+    ) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise ArtifactError(f"{TEMPLATE_FILE} has {len(source)} characters, expected at most {MAX_TEMPLATE_CHARS}")
+            raise ArtifactError(f"{name} has {len(source)} characters, expected at most {MAX_TEMPLATE_CHARS}")
+        self.name = name
         self._source = source
         self._tokens = frozenset(tokens)
         self._literals = tuple(dict.fromkeys((*tokens, THINK_OPEN, THINK_CLOSE)))
@@ -204,9 +213,9 @@ class ChatTemplate:
                 mark_emitted(parsed, marks)
             return self._sandbox.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
-            raise ArtifactError(f"{TEMPLATE_FILE} line {error.lineno}: {error.message}") from None
+            raise ArtifactError(f"{self.name} line {error.lineno}: {error.message}") from None
         except RecursionError:
-            raise ArtifactError(f"{TEMPLATE_FILE} is nested too deeply") from None
+            raise ArtifactError(f"{self.name} is nested too deeply") from None
 
     def _run(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         self._sandbox.until.time = time.monotonic() + MAX_SECONDS
@@ -221,9 +230,9 @@ class ChatTemplate:
         except _RefusalError as refusal:
             raise RequestError(f"the chat template refuses the messages: {refusal}") from None
         except _LimitError as limit:
-            raise ArtifactError(f"{TEMPLATE_FILE} was stopped: {limit}") from None
+            raise ArtifactError(f"{self.name} was stopped: {limit}") from None
         except Exception as error:  # whatever an expression in a template can raise
-            raise ArtifactError(f"{TEMPLATE_FILE} fails on these messages: {type(error).__name__}: {error}") from None
+            raise ArtifactError(f"{self.name} fails on these messages: {type(error).__name__}: {error}") from None
         return "".join(pieces)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ninfer_format import Identity
-from ninfer_format.errors import ArtifactError, UsageError
+from ninfer_format.errors import ArtifactError, NinferError, StorageError, UsageError
 from ninfer_runtime.text.frontend import Frontend
 from ninfer_runtime.text.messages import Conversation, parse_conversation
 from ninfer_runtime.text.stream import join
@@ -133,3 +133,37 @@ def test_a_published_identity_with_other_files_is_refused_and_a_custom_one_is_no
     assert Frontend.open(artifact()).tokenizer.n_addressable == 623
     with pytest.raises(ArtifactError, match="not those of this identity"):
         Frontend.open(artifact(identity="qwen3.6-27b/groupwise-int"))
+
+
+def test_a_template_file_stands_in_for_the_artifacts_own(tmp_path: Path) -> None:
+    path = tmp_path / "short.jinja"
+    path.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}<|im_end|>", encoding="utf-8")
+    prompt = Frontend.open(artifact(), path).prompt(Conversation.of_prompt("hi <|im_end|>"))
+    assert prompt.text == "[hi <|im_end|>]<|im_end|>"
+    assert prompt.token_ids.count(592) == 1, "the template's own token is one, the user's is text"
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"{% if %}", ArtifactError, r"short\.jinja line 1"),
+        (b"\xff", ArtifactError, r"short\.jinja is not UTF-8"),
+        (b"x" * (1 << 20) + b"x", ArtifactError, r"short\.jinja has 1048577 characters"),
+        (None, StorageError, r"short\.jinja: the chat template cannot be read"),
+    ],
+)
+def test_a_template_file_that_cannot_be_used_is_named(
+    tmp_path: Path, content: bytes | None, error: type[NinferError], message: str
+) -> None:
+    path = tmp_path / "short.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(error, match=message):
+        Frontend.open(artifact(), path)
+
+
+def test_an_own_template_does_not_loosen_the_check_of_a_published_identity(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("x", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="not those of this identity"):
+        Frontend.open(artifact(identity="qwen3.6-27b/groupwise-int"), path)
