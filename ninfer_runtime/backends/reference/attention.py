@@ -8,10 +8,10 @@ from torch import Tensor
 from ninfer_runtime.models.qwen3_5 import AttentionWeights
 from ninfer_runtime.models.spec import ModelSpec
 
+from .kv_formats import KvPool
 from .linear import linear, project
 from .norm import rms_norm
 from .rope import rotate
-from .state import KvPool
 from .weights import Weights
 
 
@@ -54,6 +54,7 @@ def attention(
     value = value.reshape(n_tokens, text.n_kv_heads, text.head_dim)
     query = rotate(rms_norm(query, weights.vector(w.query_norm), spec.norm_eps), *rope)
     key = rotate(rms_norm(key, weights.vector(w.key_norm), spec.norm_eps), *rope)
+    turned = pool.turn(query)
     mixed = torch.empty((n_tokens, text.n_heads, text.head_dim), dtype=torch.float32, device=x.device)
     for row in rows:
         columns = slice(row.begin, row.end)
@@ -61,6 +62,6 @@ def attention(
         keys, values = pool.gather(layer, row.pages, row.start + row.end - row.begin)
         for t in range(row.begin, row.end):
             visible = row.start + t - row.begin + 1
-            mixed[t] = attend(query[t].float(), keys[:, :visible], values[:, :visible])
-    gated = mixed.to(x.dtype).float().reshape(n_tokens, -1) * torch.sigmoid(gate.float())
+            mixed[t] = attend(turned[t], keys[:, :visible], values[:, :visible])
+    gated = pool.turn(mixed).to(x.dtype).float().reshape(n_tokens, -1) * torch.sigmoid(gate.float())
     return linear(gated.to(x.dtype), weights, w.output)

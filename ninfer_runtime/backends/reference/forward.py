@@ -12,12 +12,13 @@ from ninfer_runtime.models.registry import FeedForward
 
 from .attention import AttentionRow, attention
 from .gdn import GdnRow, gdn
+from .kv_formats import KvPool
 from .linear import linear_float32
 from .mlp import mlp
 from .moe import moe
 from .norm import rms_norm
 from .rope import rope_tables
-from .state import KvPool, Recurrent, RowRecord
+from .state import Recurrent, RowRecord
 from .weights import Weights
 
 

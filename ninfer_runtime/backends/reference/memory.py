@@ -14,20 +14,16 @@ from ninfer_runtime.models.qwen3_5 import MlpWeights
 from ninfer_runtime.models.spec import ModelSpec
 from ninfer_runtime.models.views import View
 
+from .kv_formats import check_kv, page_bytes
 from .numerics import ROW_TILE, TORCH_DTYPES
 from .weights import BLOCK_BYTES, DECODERS
 
 FLOAT32_BYTES = 4
-KV_DTYPES = {"auto": None, "bf16": torch.bfloat16}
 
 
-def kv_dtype(options: ProgramOptions) -> torch.dtype:
-    """Storage type of keys and values; UsageError for formats this backend does not have."""
-    if options.kv_dtype not in KV_DTYPES:
-        raise UsageError(
-            f"kv_dtype {options.kv_dtype!r} is not part of the reference backend, expected {' or '.join(KV_DTYPES)}"
-        )
-    return KV_DTYPES[options.kv_dtype] or TORCH_DTYPES[options.dtype]
+def kv_layers(spec: ModelSpec, options: ProgramOptions) -> int:
+    """Layers that keep keys and values in every page: those with attention, and the draft layer behind them."""
+    return len(spec.attention_layers) + (options.proposer == "mtp")
 
 
 def free_memory(device: torch.device) -> int:
@@ -68,15 +64,14 @@ def plan_memory(model: BoundModel, limits: ProgramLimits, options: ProgramOption
     decoded = sum(matrices(model).values()) * size
     budget = free_memory(device) // 2 if options.weight_budget is None else options.weight_budget
     one_state = state_bytes(spec, size)
-    text, n_attention = spec.text, len(spec.attention_layers)
-    page = 2 * n_attention * text.n_kv_heads * limits.page_tokens * text.head_dim * kv_dtype(options).itemsize
-    counts = limits.n_slots * text.vocab_rows * FLOAT32_BYTES
+    check_kv(spec, options)
+    counts = limits.n_slots * spec.text.vocab_rows * FLOAT32_BYTES
     return MemoryPlan(
         limits=limits,
         options=options,
         weight_bytes=min(decoded, budget),
         state_bytes=limits.n_slots * one_state + counts,
-        kv_bytes=limits.n_pages * page,
+        kv_bytes=limits.n_pages * page_bytes(spec, kv_layers(spec, options), options),
         workspace_bytes=workspace_bytes(spec, limits, size),
         device_snapshot_bytes=limits.device_snapshots * one_state,
         host_snapshot_bytes=limits.host_snapshots * one_state,

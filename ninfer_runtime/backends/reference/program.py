@@ -27,12 +27,13 @@ from .book import Launched, RoundBook
 from .embedding import embed
 from .forward import Segment, decode_columns, head_logits
 from .gdn import replay
-from .memory import kv_dtype, torch_device
+from .kv_formats import KvPool
+from .memory import kv_layers, torch_device
 from .results import Evaluation, round_result
 from .rounds import RowTask
 from .sampling import sample, token_logprobs
 from .slots import Slots
-from .state import KvPool, RowRecord
+from .state import RowRecord
 from .weights import Weights
 
 
@@ -49,7 +50,9 @@ class ReferenceProgram:
         self._device = torch_device(plan.options.device)
         self._weights = Weights(model.artifact, self._device, plan.options.dtype, plan.weight_bytes)
         self._slots = Slots(model.spec, plan.limits, self._weights.dtype, self._device)
-        self._pool = KvPool(model.spec, plan.limits.n_pages, kv_dtype(plan.options), self._device)
+        self._pool = KvPool(
+            model.spec, kv_layers(model.spec, plan.options), plan.limits.n_pages, plan.options, self._device
+        )
         self._book = RoundBook()
 
     # ---- slots -------------------------------------------------------------------------------
