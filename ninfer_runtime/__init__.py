@@ -10,7 +10,7 @@ from ninfer_format.lazy_names import lazy_names as _lazy_names
 if TYPE_CHECKING:
     from ninfer_runtime.config import EngineConfig, SamplingParams
     from ninfer_runtime.engine.engine import Engine
-    from ninfer_runtime.engine.generation import Generation
+    from ninfer_runtime.engine.handle import Handle
     from ninfer_runtime.engine.sequence import Finish, FinishReason, Request, TokenEvent
 
 _HOMES = {
@@ -18,7 +18,7 @@ _HOMES = {
     "EngineConfig": "config",
     "Finish": "engine.sequence",
     "FinishReason": "engine.sequence",
-    "Generation": "engine.generation",
+    "Handle": "engine.handle",
     "Request": "engine.sequence",
     "SamplingParams": "config",
     "TokenEvent": "engine.sequence",
@@ -29,7 +29,7 @@ __all__ = [
     "EngineConfig",
     "Finish",
     "FinishReason",
-    "Generation",
+    "Handle",
     "Request",
     "SamplingParams",
     "TokenEvent",

@@ -1,43 +1,48 @@
-"""The engine: one artifact, one program, one sequence at a time, blocking."""
+"""The engine: one artifact, one program, several sequences at a time, with or without a thread of its own."""
 
 import os
-import secrets
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
 
-from ninfer_format.errors import GenerationError, RequestError
+from ninfer_format.errors import GenerationError, OverloadedError, RequestError
 from ninfer_format.reader import Artifact
 from ninfer_runtime.backends import backend
 from ninfer_runtime.backends.base import Float32s, Int32s, MemoryPlan, Program
-from ninfer_runtime.cache.pages import PagePool, pages_for
 from ninfer_runtime.config import EngineConfig
-from ninfer_runtime.engine.generation import SLOT, Admitted, Generation
+from ninfer_runtime.engine.core import EngineCore
+from ninfer_runtime.engine.handle import Handle, Listener, stopped
 from ninfer_runtime.engine.memory_plan import plan_engine
 from ninfer_runtime.engine.sequence import Request, check_tokens
+from ninfer_runtime.engine.stats import EngineStats
 from ninfer_runtime.engine.teacher import Score, hidden_chunks, score, teacher_forced_chunks
+from ninfer_runtime.engine.worker import Worker
 from ninfer_runtime.models.binder import BoundModel, bind
+
+SLOT = 0
+"""The slot of texts that are only looked at, while nothing runs."""
+POLL_SECONDS = 1.0
 
 
 class Engine:
     """An open artifact, ready to generate. Use as a context manager, or ``close`` it.
 
-    Everything that can be refused is refused in ``open``: the file, the hyperparameters, the memory plan.
+    Everything that can be refused is refused in ``open``: the file, the hyperparameters, the memory plan. Requests run
+    together, up to ``max_concurrency``. ``generate`` works in the caller's thread while it takes events; ``submit``
+    starts a worker thread, which then drives every request.
     """
 
     def __init__(self, artifact: Artifact, config: EngineConfig) -> None:
         """Bind an open artifact and allocate; the engine does not close it."""
-        self.config = config
-        self.artifact = artifact
-        self.model: BoundModel = bind(artifact)
+        model = bind(artifact)
         maker = backend(config.backend)
-        self.plan: MemoryPlan = plan_engine(maker, self.model, config)
-        self.program: Program = maker.create(self.model, self.plan)
-        self._pages = PagePool(self.plan.limits.n_pages)
-        self._generation: Generation | None = None
-        self._owns_artifact = False
+        plan = plan_engine(maker, model, config)
+        self._start(maker.create(model, plan), config)
+        self.artifact = artifact
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: EngineConfig | None = None) -> "Engine":
@@ -51,30 +56,110 @@ class Engine:
         engine._owns_artifact = True
         return engine
 
-    def generate(self, request: Request) -> Generation:
-        """Start a request; RequestError if it could never run, GenerationError while another one is running.
+    @classmethod
+    def of_program(cls, program: Program, config: EngineConfig) -> "Engine":
+        """An engine on a program that exists already, which it closes at its end."""
+        engine = cls.__new__(cls)
+        engine._start(program, config)
+        engine.artifact = program.model.artifact
+        return engine
 
-        The prompt is processed when the first event is taken.
+    def _start(self, program: Program, config: EngineConfig) -> None:
+        self.config = config
+        self.program = program
+        self.model: BoundModel = program.model
+        self.plan: MemoryPlan = program.plan
+        self.core = EngineCore(program, config)
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+        self._n_submitted = 0
+        self._is_draining = False
+        self._is_closed = False
+        self._owns_artifact = False
+
+    # ---- requests ----------------------------------------------------------------------------
+    def generate(self, request: Request) -> Handle:
+        """Start a request; RequestError if it could never run. Any number may be open at once.
+
+        The prompt is processed when the first event is taken, unless another request's events are taken before.
         """
-        if self._generation is not None:
-            raise GenerationError("a generation is running; take all its events or close it first")
+        handle = self._checked(request, None)
+        if self._worker is None:
+            self.core.add(handle)
+        else:
+            self._worker.post(lambda: self.core.add(handle))
+        return handle
+
+    def submit(self, request: Request, listener: Listener | None = None) -> Handle:
+        """Start a request in the engine's worker, from any thread.
+
+        Raises RequestError if it could never run, OverloadedError while ``max_concurrency + max_pending`` requests are
+        alive, EngineStoppedError after a fault or the beginning of the end. ``pending_seconds`` limits the wait for a
+        place (QueueTimeoutError on the handle).
+        """
+        handle = self._checked(request, listener)
+        patience = self.config.pending_seconds
+        deadline = None if patience is None else time.perf_counter() + patience
+        limit = self.config.max_concurrency + self.config.max_pending
+        with self._lock:
+            if self._n_submitted + self.core.n_alive >= limit:
+                raise OverloadedError(f"{limit} requests run or wait, and no more may; try again later")
+            self._n_submitted += 1
+            if self._worker is None:
+                self._worker = Worker(self.core)
+                self._worker.start()
+
+        def add() -> None:
+            with self._lock:
+                self._n_submitted -= 1
+                if self.core.fault is None:
+                    self.core.add(handle, deadline=deadline)
+                    return
+            handle.end(None, stopped(self.core.fault))
+
+        self._worker.post(add)
+        return handle
+
+    def _checked(self, request: Request, listener: Listener | None) -> Handle:
+        if self.core.fault is not None or self._is_draining:
+            raise stopped(self.core.fault or "it is closing")
         spec, limit = self.model.spec, self.plan.limits.max_context
         prompt = request.check(spec.n_addressable, spec.text.vocab_rows, limit)
-        n_new = min(request.max_new, limit - len(prompt))
-        # The last emitted token enters no state, so it needs no place.
-        pages = self._pages.allocate(pages_for(len(prompt) + n_new - 1))
-        sampling = request.sampling
-        if sampling.seed is None:
-            sampling = sampling.merged(seed=secrets.randbits(64))
-        admitted = Admitted(request, prompt, sampling, pages, n_new, n_new < request.max_new)
+        return Handle(request, len(prompt), self, listener)
 
-        def ended() -> None:
-            self._pages.release(pages)
-            self._generation = None
+    def advance(self, handle: Handle) -> None:
+        """For handles: return once there is news."""
+        worker = self._worker
+        if worker is None:
+            while not handle.has_news:
+                has_worked = self.core.step()
+                if not has_worked and self.core.is_idle:
+                    handle.end(None, stopped(self.core.fault or "it lost the request"))
+            return
+        while not handle.has_news:
+            if not worker.is_alive:
+                handle.end(None, stopped(self.core.fault or "its worker has ended"))
+            handle.wait(POLL_SECONDS)
 
-        self._generation = Generation(self.program, admitted, ended)
-        return self._generation
+    def withdraw(self, handle: Handle) -> None:
+        """For handles: end the request and return when it holds nothing any more."""
+        if handle.done or self.core.fault is not None:
+            return
+        worker = self._worker
+        if worker is None:
+            self.core.withdraw(handle)
+            return
+        worker.post(lambda: self.core.withdraw(handle))
+        while worker.is_alive:
+            with handle.changed:
+                if handle.changed.wait_for(lambda: handle.done, POLL_SECONDS):
+                    return
 
+    def stats(self) -> EngineStats:
+        """Numbers as of now, from any thread."""
+        return self.core.stats()
+
+    # ---- texts that are there already --------------------------------------------------------
     def teacher_forced_logits(self, token_ids: Sequence[int]) -> Float32s:
         """float32 [T, head rows]: row t is what the model says after token t. RequestError for a bad prompt."""
         return np.concatenate(list(self.teacher_forced_chunks(token_ids)))
@@ -108,20 +193,38 @@ class Engine:
 
     @contextmanager
     def _whole_pool(self) -> Iterator[Int32s]:
-        """Pages for one context, int32, while nothing else runs."""
-        if self._generation is not None:
-            raise GenerationError("a generation is running; take all its events or close it first")
-        limits = self.plan.limits
-        pages = self._pages.allocate(min(limits.pages_per_row, limits.n_pages))
+        """Pages for one context, int32, while nothing else runs; what was kept for reuse makes room."""
+        if self._worker is not None or not self.core.is_idle:
+            raise GenerationError("requests are running; take all their events or close them first")
+        limits, pool = self.plan.limits, self.core.pages
+        wanted = min(limits.pages_per_row, limits.n_pages)
+        if pool.n_free < wanted:
+            self.core.cache.clear()
+        pages = pool.allocate(wanted)
         try:
             yield np.array(pages, np.int32)
         finally:
-            self._pages.release(pages)
+            pool.release(pages)
+
+    # ---- the end -----------------------------------------------------------------------------
+    def drain(self, seconds: float | None = None) -> bool:
+        """Take no more requests and wait for those that run; False when the time was not enough."""
+        self._is_draining = True
+        end = None if seconds is None else time.perf_counter() + seconds
+        while self._worker is not None and self._worker.is_alive and (self._n_submitted or not self.core.is_idle):
+            if end is not None and time.perf_counter() >= end:
+                return False
+            time.sleep(0.01)
+        return True
 
     def close(self) -> None:
-        """Free the program, end a running generation, and close the artifact if this engine opened it."""
-        if self._generation is not None:
-            self._generation.close()
+        """End what runs, free the program, and close the artifact if this engine opened it. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = self._is_draining = True
+        if self._worker is not None:
+            self._worker.stop()
+        self.core.close()
         self.program.close()
         if self._owns_artifact:
             self.artifact.close()

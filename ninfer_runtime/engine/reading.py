@@ -75,6 +75,11 @@ class AnswerReader:
         """What ended the text, once something did."""
         return self._stream.stop
 
+    @property
+    def may_force(self) -> bool:
+        """A budget is set and the thinking goes on."""
+        return self._thinking is not None and self._stream.inside_reasoning
+
     def feed(self, token_id: int) -> Verdict:
         """Read one token: its events wait to be taken."""
         self._events.extend(self._stream.feed([token_id]))

@@ -51,6 +51,10 @@ class Reader(Protocol):
     """Reads a sequence's tokens in the engine's worker, one call per emitted token, so that what it finds ends the
     sequence exactly there. It must not block."""
 
+    @property
+    def may_force(self) -> bool:
+        """Whether the verdict on the next token may be Forced."""
+
     def feed(self, token_id: int) -> Verdict:
         """Take one token (stop ids are not shown to it): go on (None), end after it, or force what follows."""
 
