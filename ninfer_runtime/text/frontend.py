@@ -1,7 +1,7 @@
 """Everything between people and token ids that one artifact brings: tokenizer, chat template, generation defaults."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,8 @@ from ninfer_format.command import require_extra
 from ninfer_format.errors import ArtifactError, StorageError, UsageError
 from ninfer_format.published import PUBLISHED
 from ninfer_format.reader import Artifact
+from ninfer_runtime.engine.sequence import Anchors
+from ninfer_runtime.text.anchors import TURN_OPEN, prompt_anchors
 from ninfer_runtime.text.generation_config import GENERATION_CONFIG, GenerationDefaults
 from ninfer_runtime.text.messages import Conversation
 from ninfer_runtime.text.reasoning import THINK_CLOSE, THINK_OPEN
@@ -22,18 +24,20 @@ if TYPE_CHECKING:
 FOLDER = "frontend/"
 TEMPLATE_FILE = "chat_template.jinja"
 PREPROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
-_TURN_MARKS = (THINK_OPEN, THINK_CLOSE, "<|im_start|>")
+_TURN_MARKS = (THINK_OPEN, THINK_CLOSE, TURN_OPEN)
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation. ``starts_inside``: it ends within an open thinking block; ``thinking``: its mode."""
+    """A rendered conversation. ``starts_inside``: it ends within an open thinking block; ``thinking``: its mode;
+    ``anchors``: where its state is worth keeping."""
 
     text: str
     token_ids: tuple[int, ...]
     starts_inside: bool
     thinking: bool
+    anchors: Anchors = field(default_factory=Anchors)
 
 
 class Frontend:
@@ -102,14 +106,16 @@ class Frontend:
             if reasoning_effort not in levels:
                 known = f"one of {', '.join(levels)}" if levels else "none: the chat template of this artifact has none"
                 raise UsageError(f"the reasoning effort is {reasoning_effort!r}, expected {known}")
-        rendered = self.template.render(
-            [message.for_template() for message in conversation.messages],
-            conversation.tools,
-            TemplateOptions(thinking if capabilities.thinking_switch else None, preserve_thinking, reasoning_effort),
-        )
+        switch = thinking if capabilities.thinking_switch else None
+        options = TemplateOptions(switch, preserve_thinking, reasoning_effort)
+        messages = [message.for_template() for message in conversation.messages]
+        rendered = self.template.render(messages, conversation.tools, options)
         token_ids = tuple(self.tokenizer.encode_segments(rendered.segments))
         thinks = thinking and (capabilities.thinking_switch or rendered.starts_inside)
-        return Prompt(rendered.text, token_ids, rendered.starts_inside, thinks)
+        turn_open = self.tokenizer.added.get(TURN_OPEN)
+        opened = None if turn_open is None else turn_open.token_id
+        anchors = prompt_anchors(rendered.segments, token_ids, opened, options)
+        return Prompt(rendered.text, token_ids, rendered.starts_inside, thinks, anchors)
 
     def ends_inside(self, token_ids: Sequence[int]) -> bool:
         """Does a prompt given as ids end within an open thinking block of its last turn?"""
