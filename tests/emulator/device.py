@@ -323,6 +323,9 @@ class EmulatedDevice:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def activate(self) -> None:
+        """Every thread may use it."""
+
     def kernel(self, spec: KernelSpec) -> Kernel:
         """The built variant; the same object at every call."""
         if spec not in self._kernels:

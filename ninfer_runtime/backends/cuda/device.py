@@ -94,6 +94,9 @@ class Device(Protocol):
     l2_bytes: int
     total_bytes: int  # device memory
 
+    def activate(self) -> None:
+        """Make this device current in the calling thread; its other calls follow in one thread at a time."""
+
     def kernel(self, spec: KernelSpec) -> Kernel:
         """The compiled variant; compiled and loaded at the first call, the same object afterwards."""
 

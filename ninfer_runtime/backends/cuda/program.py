@@ -132,6 +132,9 @@ class CudaProgram:
             ("rounds", f"{len(graphs)} graphs of {graphs.n_nodes} launches"),
         )
 
+    def enter_thread(self) -> None:
+        self.device.activate()
+
     # ---- slots -------------------------------------------------------------------------------
     def length(self, slot: int) -> int:
         self._check_slot_exists(slot)
@@ -156,27 +159,21 @@ class CudaProgram:
 
     def snapshot(self, slot: int, place: Place = "device") -> StateSnapshot:
         self._check_slot(slot)
-        limits = self.plan.limits
-        limit = limits.device_snapshots if place == "device" else limits.host_snapshots
-        taken = {index for other, index in self._snapshots.values() if other == place}
-        require(len(taken) < limit, f"{len(taken)} {place} snapshots are alive, the program was planned for {limit}")
-        index = next(i for i in range(limit) if i not in taken)
+        index = self._free_place(place)
         self._flush(slot)
         n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
         if place == "device":
-            self.device.copy(self._regions.snapshots + index * n_bytes, state, n_bytes, self.stream)
+            self.device.copy(self._device_snapshot(index), state, n_bytes, self.stream)
         else:
             self.device.download(state, self._host_snapshots[index], self.stream)
-        saved = StateSnapshot(next(self._snapshot_serials), self._book.lanes[slot].length, place)
-        self._snapshots[saved.serial] = (place, index)
-        return saved
+        return self._named(self._book.lanes[slot].length, place, index)
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
         self._check_slot(slot)
         place, index = self._saved(snapshot)
         n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
         if place == "device":
-            self.device.copy(state, self._regions.snapshots + index * n_bytes, n_bytes, self.stream)
+            self.device.copy(state, self._device_snapshot(index), n_bytes, self.stream)
         else:
             self.device.upload(state, self._host_snapshots[index], self.stream)
         self._counts.reset(self.stream, slot)
@@ -186,6 +183,18 @@ class CudaProgram:
     def release(self, snapshot: StateSnapshot) -> None:
         self._saved(snapshot)
         del self._snapshots[snapshot.serial]
+
+    def relocate(self, snapshot: StateSnapshot, place: Place) -> StateSnapshot:
+        old_place, old_index = self._saved(snapshot)
+        require(place != old_place, f"snapshot {snapshot.serial} is in {place} memory already")
+        index = self._free_place(place)
+        # Copies are queued on one stream: both places may be written again by whatever is queued behind.
+        if place == "host":
+            self.device.download(self._device_snapshot(old_index), self._host_snapshots[index], self.stream)
+        else:
+            self.device.upload(self._device_snapshot(index), self._host_snapshots[old_index], self.stream)
+        del self._snapshots[snapshot.serial]
+        return self._named(snapshot.n_tokens, place, index)
 
     # ---- keys and values ---------------------------------------------------------------------
     def copy_pages(self, sources: Int32s, targets: Int32s) -> None:
@@ -358,6 +367,23 @@ class CudaProgram:
     def _saved(self, snapshot: StateSnapshot) -> tuple[Place, int]:
         require(snapshot.serial in self._snapshots, f"snapshot {snapshot.serial} was released or belongs elsewhere")
         return self._snapshots[snapshot.serial]
+
+    def _free_place(self, place: Place) -> int:
+        """The first place for a snapshot that none has; ContractError beyond the plan."""
+        limits = self.plan.limits
+        limit = limits.device_snapshots if place == "device" else limits.host_snapshots
+        taken = {index for other, index in self._snapshots.values() if other == place}
+        require(len(taken) < limit, f"{len(taken)} {place} snapshots are alive, the program was planned for {limit}")
+        return next(i for i in range(limit) if i not in taken)
+
+    def _named(self, n_tokens: int, place: Place, index: int) -> StateSnapshot:
+        """A new name for what lies at ``index`` of a place."""
+        saved = StateSnapshot(next(self._snapshot_serials), n_tokens, place)
+        self._snapshots[saved.serial] = (place, index)
+        return saved
+
+    def _device_snapshot(self, index: int) -> int:
+        return self._regions.snapshots + index * self._states.state_bytes_per_slot
 
     def _check_masks(self, masks: Uint32s) -> None:
         """Some addressable id is allowed in every column."""

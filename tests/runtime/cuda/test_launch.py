@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import DeviceError, DeviceMemoryError
 from ninfer_runtime.backends.cuda.driver import Driver
 from ninfer_runtime.backends.cuda.launch import CudaDevice
+from ninfer_runtime.backends.cuda.program import CudaProgram
 from tests.runtime.cuda.fake_driver import TOTAL, FakeBindings
 from tests.runtime.cuda.kernels import COPY_SPEC, compiler_in
 
@@ -225,3 +227,14 @@ def test_closing_gives_everything_back_once(device: CudaDevice, bindings: FakeBi
     device.close()
     assert bindings.used == 0
     assert bindings.calls.count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_another_thread_makes_the_device_its_own_before_it_drives_the_program(bindings: FakeBindings) -> None:
+    device = CudaDevice(calls=Driver(bindings))
+    program = CudaProgram.__new__(CudaProgram)  # its start needs a model; entering a thread needs the device alone
+    program.device = device
+    before = bindings.calls.count("cuCtxSetCurrent")
+    thread = threading.Thread(target=program.enter_thread)
+    thread.start()
+    thread.join()
+    assert bindings.calls.count("cuCtxSetCurrent") == before + 1

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ninfer_format import Artifact
-from ninfer_runtime.backends.base import Place, PrefillChunk, ProgramOptions
+from ninfer_runtime.backends.base import ContractError, Place, PrefillChunk, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.config import Dtype
@@ -113,6 +113,37 @@ def test_restored_prefix_in_another_slot_is_close_to_a_cold_run(model: BoundMode
     prefill(program, ids[:n], slot=2)
     again = program.prefill(PrefillChunk(2, ids[n:], n, pages_of(2), logits="all")).logits
     assert np.array_equal(warm, again)
+
+
+def test_snapshot_that_moves_to_the_host_and_back_is_the_same_state(model: BoundModel) -> None:
+    program, ids = cuda_program_of(model, device_snapshots=1, host_snapshots=1), conversation(model)
+    prefill(program, ids, slot=0)
+    expected = cuda_state_of(program, 0)
+    on_device = program.snapshot(0)
+    on_host = program.relocate(on_device, "host")
+    assert (on_host.place, on_host.n_tokens) == ("host", len(ids))
+    with pytest.raises(ContractError, match="released"):
+        program.restore(1, on_device)
+    prefill(program, ids[:9], slot=0)
+    program.snapshot(0)  # takes the place that became free
+    with pytest.raises(ContractError, match="planned for 1"):
+        program.relocate(on_host, "device")
+    with pytest.raises(ContractError, match="host memory already"):
+        program.relocate(on_host, "host")
+    program.restore(1, on_host)
+    found = cuda_state_of(program, 1)
+    assert all(np.array_equal(a, b) for a, b in zip((found[1], found[3]), (expected[1], expected[3]), strict=True))
+
+
+def test_snapshot_moves_to_the_device_while_its_host_memory_is_taken_again(model: BoundModel) -> None:
+    program, ids = cuda_program_of(model, device_snapshots=1, host_snapshots=1), conversation(model)
+    prefill(program, ids, slot=0)
+    expected = cuda_state_of(program, 0)
+    moved = program.relocate(program.snapshot(0, "host"), "device")
+    prefill(program, ids[:9], slot=0)
+    program.snapshot(0, "host")
+    program.restore(1, moved)
+    assert np.array_equal(cuda_state_of(program, 1)[1], expected[1])
 
 
 def test_row_is_the_same_alone_and_among_others_while_columns_share_a_kernel(
