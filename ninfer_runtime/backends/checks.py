@@ -57,7 +57,9 @@ def check_prefill(chunk: PrefillChunk, length: int, limits: ProgramLimits, spec:
     check_array("token_ids", chunk.token_ids, np.int32, (n_tokens,))
     check_ids("token_ids", chunk.token_ids, spec.text.vocab_rows)
     require(chunk.start == length, f"the chunk starts at {chunk.start}, slot {chunk.slot} holds {length} tokens")
-    check_pages("pages", chunk.pages, chunk.start + n_tokens, limits)
+    check_drafts("n_drafts", chunk.n_drafts, limits)
+    require(chunk.n_drafts == 0 or chunk.sampling is not None, "n_drafts without sampling: nothing is drawn to follow")
+    check_pages("pages", chunk.pages, chunk.start + n_tokens + chunk.n_drafts, limits)
     if chunk.positions is not None:
         check_array("positions", chunk.positions, np.int32, (3, n_tokens))
     if chunk.embeddings is not None:
@@ -67,6 +69,11 @@ def check_prefill(chunk: PrefillChunk, length: int, limits: ProgramLimits, spec:
         check_array("embeddings.rows", rows, np.float32, (len(indices), spec.text.hidden))
     if chunk.logits_mask is not None:
         check_array("logits_mask", chunk.logits_mask, np.uint32, (mask_words(spec),))
+
+
+def check_drafts(name: str, n_drafts: int, limits: ProgramLimits) -> None:
+    """As many drafts as the program may hold in a slot."""
+    require(0 <= n_drafts <= limits.max_drafts, f"{name} is {n_drafts}, expected 0 to {limits.max_drafts}")
 
 
 def mask_words(spec: ModelSpec) -> int:
@@ -92,12 +99,28 @@ def check_round(round_: Round, limits: ProgramLimits, spec: ModelSpec) -> None:
     require(len(round_.stop_ids) == b, f"{len(round_.stop_ids)} stop sets for {b} rows")
     if round_.logits_mask is not None:
         check_array("logits_mask", round_.logits_mask, np.uint32, (b, q, mask_words(spec)))
+    require(round_.verify or not round_.own_drafts, "own_drafts without verify: drafts are not known tokens")
+    require(limits.max_drafts > 0 or not round_.own_drafts, "own_drafts, but the program has no proposer")
+    if round_.n_drafts is not None:
+        check_array("n_drafts", round_.n_drafts, np.int32, (b,))
+        for n in round_.n_drafts.tolist():
+            check_drafts("n_drafts", n, limits)
 
 
 def check_row(
-    b: int, token_ids: Int32s, start: int, length: int, pages: Int32s, limits: ProgramLimits, spec: ModelSpec
+    b: int,
+    token_ids: Int32s,
+    start: int,
+    length: int,
+    pages: Int32s,
+    limits: ProgramLimits,
+    spec: ModelSpec,
+    n_drafts: int = 0,
 ) -> None:
-    """One row that will be evaluated, after a previous round has been taken into account."""
+    """One row that will be evaluated, after a previous round has been taken into account.
+
+    ``n_drafts`` are those it may draft behind all it can emit.
+    """
     require(start == length, f"row {b} starts at {start}, its slot holds {length} tokens")
-    check_pages(f"pages of row {b}", pages, start + len(token_ids), limits)
+    check_pages(f"pages of row {b}", pages, start + len(token_ids) + n_drafts, limits)
     check_ids(f"token_ids of row {b}", token_ids, spec.text.vocab_rows)

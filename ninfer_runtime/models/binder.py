@@ -12,7 +12,7 @@ from ninfer_format.errors import InventoryError
 from ninfer_format.inventory import compare_inventory, expected_inventory
 from ninfer_format.model_config import ModelConfig, config_of
 from ninfer_format.reader import Artifact
-from ninfer_runtime.models.mtp import MtpWeights
+from ninfer_runtime.models.mtp import DraftHead, MtpWeights
 from ninfer_runtime.models.registry import LayerWeights, bind_layer
 from ninfer_runtime.models.spec import ModelSpec, model_spec
 from ninfer_runtime.models.views import Parts, View, parts_under, take
@@ -37,6 +37,7 @@ class BoundModel:
     final_norm: View
     output_head: View
     mtp: MtpWeights | None
+    draft_head: DraftHead | None
 
 
 def bind(artifact: Artifact) -> BoundModel:
@@ -74,6 +75,7 @@ def bind(artifact: Artifact) -> BoundModel:
         final_norm=take(top, "final_norm", "text/"),
         output_head=take(top, "output_head", "text/"),
         mtp=_bind_mtp(geometry.architecture, parts_of) if text.mtp_layers else None,
+        draft_head=_bind_draft_head(top),
     )
 
 
@@ -93,3 +95,9 @@ def _bind_mtp(architecture: str, parts_of: PartsOf) -> MtpWeights:
         layer=bind_layer(architecture, "attention", "mtp/layer/", parts_of),
         final_norm=take(own, "final_norm", "mtp/"),
     )
+
+
+def _bind_draft_head(top: Parts) -> DraftHead | None:
+    if "draft_head" not in top or "draft_head_token_ids" not in top:
+        return None
+    return DraftHead(rows=top["draft_head"], token_ids=top["draft_head_token_ids"])

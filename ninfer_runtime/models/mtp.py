@@ -1,4 +1,4 @@
-"""The draft layer's weights: one attention block fed with the next token's embedding and the final hidden."""
+"""The draft layer's weights: one attention block fed with the next token's embedding and the final hidden row."""
 
 from dataclasses import dataclass
 
@@ -15,3 +15,11 @@ class MtpWeights:
     hidden_norm: View
     layer: LayerWeights
     final_norm: View
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A head over frequent ids: row i [hidden] of ``rows`` belongs to id ``token_ids[i]`` (I32)."""
+
+    rows: View
+    token_ids: View

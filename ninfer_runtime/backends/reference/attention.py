@@ -17,12 +17,14 @@ from .weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Columns [begin, end) of a call belong to one sequence: index of the first, and its pages (int64)."""
+    """Columns [begin, end) of a call belong to one sequence: index of the first, its pages (int64), and the lowest
+    index that they see."""
 
     begin: int
     end: int
     start: int
     pages: Tensor
+    lowest: int = 0
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ def attention(
         pool.append(layer, row.pages, row.start, key[columns], value[columns])
         keys, values = pool.gather(layer, row.pages, row.start + row.end - row.begin)
         for t in range(row.begin, row.end):
-            visible = row.start + t - row.begin + 1
-            mixed[t] = attend(turned[t], keys[:, :visible], values[:, :visible])
+            seen = slice(row.lowest, row.start + t - row.begin + 1)
+            mixed[t] = attend(turned[t], keys[:, seen], values[:, seen])
     gated = pool.turn(mixed).to(x.dtype).float().reshape(n_tokens, -1) * torch.sigmoid(gate.float())
     return linear(gated.to(x.dtype), weights, w.output)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.moe import MoeWeights
 from ninfer_runtime.models.qwen3_5 import AttentionWeights
-from ninfer_runtime.models.registry import FeedForward
+from ninfer_runtime.models.registry import FeedForward, LayerWeights
 
 from .attention import AttentionRow, attention
 from .gdn import GdnRow, gdn
@@ -54,13 +54,18 @@ def decode_columns(
         else:
             x = x + gdn(h, weights, w.mixer, spec, n_gdn, gdn_rows)
             n_gdn += 1
-        h = rms_norm(x, weights.vector(w.post_attention_norm), spec.norm_eps)
-        x = x + feed_forward(h, weights, w.ffn, model)
+        x = add_feed_forward(x, weights, w, model)
     return rms_norm(x, weights.vector(model.final_norm), spec.norm_eps)
 
 
+def add_feed_forward(x: Tensor, weights: Weights, w: LayerWeights, model: BoundModel) -> Tensor:
+    """The second half of a block, residual stream to residual stream: [T, hidden]."""
+    h = rms_norm(x, weights.vector(w.post_attention_norm), model.spec.norm_eps)
+    return x + feed_forward(h, weights, w.ffn, model)
+
+
 def feed_forward(x: Tensor, weights: Weights, w: FeedForward, model: BoundModel) -> Tensor:
-    """The block's second half, dense or sparse: [T, hidden] → [T, hidden]."""
+    """Dense or sparse: [T, hidden] → [T, hidden]."""
     if isinstance(w, MoeWeights):
         return moe(x, weights, w, model.spec.text)
     return mlp(x, weights, w)

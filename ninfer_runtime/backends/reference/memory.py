@@ -18,7 +18,7 @@ from .kv_formats import check_kv, page_bytes
 from .numerics import ROW_TILE, TORCH_DTYPES
 from .weights import BLOCK_BYTES, DECODERS
 
-FLOAT32_BYTES = 4
+FLOAT32_BYTES, INT64_BYTES = 4, 8
 
 
 def kv_layers(spec: ModelSpec, options: ProgramOptions) -> int:
@@ -39,10 +39,33 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def matrices(model: BoundModel) -> dict[str, int]:
-    """Elements of every stored matrix the text model multiplies with, by object name."""
+def check_proposer(model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> None:
+    """UsageError for drafts that nothing was planned or stored for."""
+    if options.proposer == "none":
+        if limits.max_drafts or options.draft_head:
+            raise UsageError(
+                f"max_drafts is {limits.max_drafts} and draft_head {options.draft_head} without a proposer"
+            )
+        return
+    if limits.max_drafts < 1:
+        raise UsageError(f"max_drafts is {limits.max_drafts}, expected at least 1 with proposer {options.proposer!r}")
+    path = model.artifact.path
+    if model.mtp is None:
+        raise UsageError(f"{path} has no MTP layer; convert the checkpoint with it, or run without --spec mtp")
+    if options.draft_head and model.draft_head is None:
+        raise UsageError(f"{path} has no draft head; run without --lm-head-draft")
+
+
+def matrices(model: BoundModel, options: ProgramOptions) -> dict[str, int]:
+    """Elements of every stored matrix that a program multiplies with, by object name."""
     views: list[View] = [model.output_head]
-    for layer in model.layers:
+    layers = list(model.layers)
+    if options.proposer == "mtp" and model.mtp is not None:
+        views.append(model.mtp.input_projection)
+        layers.append(model.mtp.layer)
+    if options.draft_head and model.draft_head is not None:
+        views.append(model.draft_head.rows)
+    for layer in layers:
         ffn = layer.ffn
         views += [getattr(layer.mixer, name) for name in type(layer.mixer).__slots__ if name != "convolution"]
         if isinstance(ffn, MoeWeights):
@@ -61,9 +84,10 @@ def plan_memory(model: BoundModel, limits: ProgramLimits, options: ProgramOption
     """The plan of ``MemoryPlan``; weights are what stays decoded, at most the budget."""
     spec, size = model.spec, TORCH_DTYPES[options.dtype].itemsize
     device = torch_device(options.device)
-    decoded = sum(matrices(model).values()) * size
+    decoded = sum(matrices(model, options).values()) * size
     budget = free_memory(device) // 2 if options.weight_budget is None else options.weight_budget
-    one_state = state_bytes(spec, size)
+    check_proposer(model, limits, options)
+    one_state = state_bytes(spec, size) + last_token_bytes(spec, size, options)
     check_kv(spec, options)
     counts = limits.n_slots * spec.text.vocab_rows * FLOAT32_BYTES
     return MemoryPlan(
@@ -72,7 +96,7 @@ def plan_memory(model: BoundModel, limits: ProgramLimits, options: ProgramOption
         weight_bytes=min(decoded, budget),
         state_bytes=limits.n_slots * one_state + counts,
         kv_bytes=limits.n_pages * page_bytes(spec, kv_layers(spec, options), options),
-        workspace_bytes=workspace_bytes(spec, limits, size),
+        workspace_bytes=workspace_bytes(spec, limits, options, size),
         device_snapshot_bytes=limits.device_snapshots * one_state,
         host_snapshot_bytes=limits.host_snapshots * one_state,
     )
@@ -98,14 +122,19 @@ def state_bytes(spec: ModelSpec, size: int) -> int:
     return len(spec.gdn_layers) * ((t.conv_taps - 1) * spec.conv_channels * size + matrix)
 
 
-def record_bytes(spec: ModelSpec, size: int) -> int:
+def last_token_bytes(spec: ModelSpec, size: int, options: ProgramOptions) -> int:
+    """What a proposer needs of the last folded token: its final-normed row and three int64 positions."""
+    return spec.text.hidden * size + 3 * INT64_BYTES if options.proposer != "none" else 0
+
+
+def record_bytes(spec: ModelSpec, size: int, options: ProgramOptions) -> int:
     """What one column of a round leaves behind for its commit."""
     t = spec.text
     heads = t.gdn_value_heads * (t.gdn_key_dim + t.gdn_value_dim + 2) * FLOAT32_BYTES
-    return len(spec.gdn_layers) * (spec.conv_channels * size + heads)
+    return len(spec.gdn_layers) * (spec.conv_channels * size + heads) + last_token_bytes(spec, size, options)
 
 
-def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, size: int) -> int:
+def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, options: ProgramOptions, size: int) -> int:
     """Upper estimate of what a call holds beside the plan: activations, gathered keys, a decoded block, logits."""
     t = spec.text
     columns = max(limits.prefill_chunk, limits.max_rows * limits.max_columns, ROW_TILE)
@@ -115,6 +144,10 @@ def workspace_bytes(spec: ModelSpec, limits: ProgramLimits, size: int) -> int:
     widest = max(2 * attention, 3 * spec.conv_channels + 3 * value, 3 * feed_forward)
     activations = columns * (3 * t.hidden + widest) * FLOAT32_BYTES
     gathered = 2 * t.n_kv_heads * limits.max_context * t.head_dim * FLOAT32_BYTES
-    records = MAX_ROUNDS_IN_FLIGHT * limits.max_rows * limits.max_columns * record_bytes(spec, size)
+    columns_alive = MAX_ROUNDS_IN_FLIGHT * limits.max_rows * limits.max_columns
+    records = columns_alive * record_bytes(spec, size, options)
     logits = max(ROW_TILE, limits.logits_rows, limits.max_rows * limits.max_columns) * t.vocab_rows * FLOAT32_BYTES
-    return activations + gathered + records + logits + (DECODERS + 2) * BLOCK_BYTES + state_bytes(spec, size)
+    # A draft that is accepted by ratio keeps what it was drawn from: int64 ids and float64 probabilities.
+    distributions = limits.n_slots * limits.max_drafts * t.vocab_rows * 16 if options.acceptance == "ratio" else 0
+    buffers = activations + gathered + records + logits + distributions
+    return buffers + (DECODERS + 2) * BLOCK_BYTES + state_bytes(spec, size)

@@ -24,6 +24,8 @@ from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round
 from ninfer_runtime.models.binder import BoundModel
 
 from .book import Launched, RoundBook
+from .drafting import Drafting
+from .drafts import Draft
 from .embedding import embed
 from .forward import Segment, decode_columns, head_logits
 from .gdn import replay
@@ -33,7 +35,7 @@ from .results import Evaluation, round_result
 from .rounds import RowTask
 from .sampling import sample, token_logprobs
 from .slots import Slots
-from .state import RowRecord
+from .state import Columns, RowRecord
 from .weights import Weights
 
 
@@ -49,10 +51,12 @@ class ReferenceProgram:
         self.plan = plan
         self._device = torch_device(plan.options.device)
         self._weights = Weights(model.artifact, self._device, plan.options.dtype, plan.weight_bytes)
-        self._slots = Slots(model.spec, plan.limits, self._weights.dtype, self._device)
+        proposes = plan.options.proposer != "none"
+        self._slots = Slots(model.spec, plan.limits, self._weights.dtype, self._device, proposes=proposes)
         self._pool = KvPool(
             model.spec, kv_layers(model.spec, plan.options), plan.limits.n_pages, plan.options, self._device
         )
+        self._drafting = Drafting(model, self._weights, self._pool, self._slots, plan) if proposes else None
         self._book = RoundBook()
 
     # ---- slots -------------------------------------------------------------------------------
@@ -79,6 +83,12 @@ class ReferenceProgram:
     def release(self, snapshot: StateSnapshot) -> None:
         self._slots.release(snapshot)
 
+    def relocate(self, snapshot: StateSnapshot, place: Place) -> StateSnapshot:
+        return self._slots.relocate(snapshot, place)
+
+    def enter_thread(self) -> None:
+        """torch binds nothing to a thread."""
+
     # ---- keys and values ---------------------------------------------------------------------
     def copy_pages(self, sources: Int32s, targets: Int32s) -> None:
         require(sources.shape == targets.shape, f"{sources.shape} sources for {targets.shape} targets")
@@ -95,8 +105,9 @@ class ReferenceProgram:
         x = embed(self._tensor(chunk.token_ids), self._weights, self.model.token_embedding, chunk.embeddings)
         index = np.arange(chunk.start, chunk.start + n_tokens, dtype=np.int32)
         positions = np.tile(index, (3, 1)) if chunk.positions is None else chunk.positions
-        segment = Segment(0, n_tokens, chunk.start, self._tensor(chunk.pages), self._slots.recurrent[slot])
-        hidden = decode_columns(self.model, self._weights, self._pool, x, self._tensor(positions), [segment])
+        axes, pages = self._tensor(positions), self._tensor(chunk.pages)
+        segment = Segment(0, n_tokens, chunk.start, pages, self._slots.recurrent[slot])
+        hidden = decode_columns(self.model, self._weights, self._pool, x, axes, [segment])
         self._slots.lengths[slot] += n_tokens
         n_wanted = {"none": 0, "last": 1, "all": n_tokens}[chunk.logits]
         n_evaluated = max(n_wanted, int(chunk.sampling is not None))
@@ -111,8 +122,12 @@ class ReferenceProgram:
             if chunk.n_top_logprobs is not None:
                 one = token_logprobs(addressable[-1], token_id, chunk.n_top_logprobs)
                 logprobs = Logprobs(np.array(one.chosen, np.float32), one.top_ids, one.top)
+        drafts = None
+        if self._drafting is not None:
+            found = self._drafting.follow_prompt(chunk, Columns(x, hidden, axes, pages), token_id)
+            drafts = found if chunk.n_drafts else None
         kept = hidden.float().cpu().numpy() if chunk.want_hidden else None
-        return PrefillResult(token_id, logits[n_evaluated - n_wanted :], kept, logprobs, is_finite)
+        return PrefillResult(token_id, logits[n_evaluated - n_wanted :], kept, logprobs, is_finite, drafts)
 
     # ---- rounds ------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -126,7 +141,12 @@ class ReferenceProgram:
             None if task is None else RowRecord(int(round_.slots[b]), len(task.token_ids))
             for b, task in enumerate(tasks)
         ]
-        result = round_result(round_, tasks, self._evaluate(round_, tasks, records), self.model.spec)
+        for slot in round_.slots.tolist():
+            self._slots.held[slot] = None
+        columns, evaluations = self._evaluate(round_, tasks, records)
+        result = round_result(round_, tasks, evaluations, self.model.spec)
+        if self._drafting is not None:
+            result = self._drafting.follow_round(round_, tasks, columns, result)
         budgets = np.array([0 if task is None else task.budget for task in tasks], np.int32)
         return self._book.add(Launched(round_, result, records, budgets))
 
@@ -166,7 +186,10 @@ class ReferenceProgram:
 
     def _commit(self, launched: Launched, columns: Int32s | None) -> None:
         for record, n_columns, emitted in launched.fold(columns):
-            replay(self._slots.recurrent[record.slot], record, n_columns)
+            recurrent = self._slots.recurrent[record.slot]
+            replay(recurrent, record, n_columns)
+            if self._drafting is not None and record.columns is not None:
+                record.columns.remember(recurrent, n_columns)
             self._slots.lengths[record.slot] += n_columns
             self._slots.count(record.slot, emitted)
         self._book.settle(launched)
@@ -186,15 +209,22 @@ class ReferenceProgram:
             token_ids[0], start, budget = following
             length += int(previous.result.columns[b])
         require(budget >= 1, f"row {b} has a budget of {budget}, expected at least 1")
-        check_row(b, token_ids, start, length, round_.pages[b], self.plan.limits, self.model.spec)
+        drafts: tuple[Draft, ...] = ()
+        if round_.own_drafts:
+            drafts = self._slots.held_drafts(slot, start, int(token_ids[0]))
+            token_ids = token_ids[: 1 + len(drafts)]
+            token_ids[1:] = [draft.token_id for draft in drafts[: len(token_ids) - 1]]
+        n_drafts = 0 if round_.n_drafts is None else int(round_.n_drafts[b])
+        behind = max(0, min(n_drafts, budget - 1 - len(token_ids)))
+        check_row(b, token_ids, start, length, round_.pages[b], self.plan.limits, self.model.spec, behind)
         masks = None if round_.logits_mask is None else round_.logits_mask[b]
         counts = self._slots.counts[slot]
-        return RowTask(token_ids, start, round_.sampling[b], counts, round_.stop_ids[b], budget, masks)
+        return RowTask(token_ids, start, round_.sampling[b], counts, round_.stop_ids[b], budget, masks, drafts)
 
     def _evaluate(
         self, round_: Round, tasks: list[RowTask | None], records: list[RowRecord | None]
-    ) -> list[Evaluation | None]:
-        """Logits and hidden rows of every row's columns, all rows through the layers together."""
+    ) -> tuple[list[Columns | None], list[Evaluation | None]]:
+        """Every row's columns, and their logits: all rows through the layers together."""
         segments, token_ids, positions = [], [], []
         begin = 0
         for b, (task, record) in enumerate(zip(tasks, records, strict=True)):
@@ -207,21 +237,26 @@ class ReferenceProgram:
             positions.append(np.arange(task.start, task.start + end - begin) + int(round_.rope_deltas[b]))
             begin = end
         if not segments:
-            return [None] * len(tasks)
+            return [None] * len(tasks), [None] * len(tasks)
         x = embed(self._tensor(np.concatenate(token_ids)), self._weights, self.model.token_embedding)
         axes = self._tensor(np.tile(np.concatenate(positions), (3, 1)))
         hidden = decode_columns(self.model, self._weights, self._pool, x, axes, segments)
         needs_all = round_.verify or round_.want_logits
-        columns = [range(s.begin if needs_all else s.end - 1, s.end) for s in segments]
-        evaluated = head_logits(self.model, self._weights, hidden[[c for span in columns for c in span]])
-        logits = iter(evaluated.split([len(span) for span in columns]))
+        spans = [range(s.begin if needs_all else s.end - 1, s.end) for s in segments]
+        evaluated = head_logits(self.model, self._weights, hidden[[c for span in spans for c in span]])
+        logits = iter(evaluated.split([len(span) for span in spans]))
         rows = iter(segments)
+        columns: list[Columns | None] = []
         out: list[Evaluation | None] = []
-        for task in tasks:
-            if task is None:
+        for record in records:
+            if record is None:
+                columns.append(None)
                 out.append(None)
                 continue
             segment = next(rows)
-            own = hidden[segment.begin : segment.end].float().cpu().numpy() if round_.want_hidden else None
+            span = slice(segment.begin, segment.end)
+            record.columns = Columns(x[span], hidden[span], axes[:, span], segment.pages)
+            columns.append(record.columns)
+            own = hidden[span].float().cpu().numpy() if round_.want_hidden else None
             out.append(Evaluation(next(logits).numpy(), own))
-        return out
+        return columns, out

@@ -26,7 +26,7 @@ def round_result(
     b, q = round_.token_ids.shape
     vocab_rows, hidden = spec.text.vocab_rows, spec.text.hidden
     token_ids = np.zeros((b, q), np.int32)
-    accepted, emitted, columns, starts = (np.zeros(b, np.int32) for _ in range(4))
+    accepted, emitted, columns, starts, drafted = (np.zeros(b, np.int32) for _ in range(5))
     status = [RowStatus.FROZEN] * b
     logits = np.zeros((b, q, vocab_rows), np.float32) if round_.want_logits else None
     hiddens = np.zeros((b, q, hidden), np.float32) if round_.want_hidden else None
@@ -45,6 +45,7 @@ def round_result(
         token_ids[row, :n_emitted] = outcome.tokens
         accepted[row], emitted[row], starts[row] = outcome.accepted, n_emitted, task.start
         columns[row] = n_emitted if round_.verify else n * bool(n_emitted)
+        drafted[row] = n - 1 if round_.verify else 0
         status[row] = outcome.status
         if logprobs is not None:
             _fill_logprobs(logprobs, row, outcome, addressable, n)
@@ -52,7 +53,7 @@ def round_result(
             logits[row, :n] = evaluation.logits
         if hiddens is not None and evaluation.hidden is not None:
             hiddens[row, :n] = evaluation.hidden
-    return RoundResult(token_ids, accepted, emitted, columns, tuple(status), starts, logprobs, logits, hiddens)
+    return RoundResult(token_ids, accepted, emitted, columns, tuple(status), starts, logprobs, logits, hiddens, drafted)
 
 
 def _fill_logprobs(logprobs: Logprobs, row: int, outcome: RowOutcome, addressable: Float32s, n_columns: int) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 from ninfer_runtime.backends.base import Float32s, Int32s, RowStatus, Uint32s
 from ninfer_runtime.config import SamplingParams
 
-from .sampling import Counts, sample
+from .drafts import Draft, draw_by_ratio
+from .sampling import Counts, Purpose, adjust, candidates, sample, seed_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class RowTask:
     start        index of column 0
     counts       occurrence counts of the slot, int32 [V]; not modified
     masks        uint32 [q, words] or None
+    drafts       those the slot held behind column 0, also beyond the columns that are evaluated
     """
 
     token_ids: Int32s
@@ -27,6 +29,7 @@ class RowTask:
     stop_ids: frozenset[int]
     budget: int
     masks: Uint32s | None
+    drafts: tuple[Draft, ...] = ()
 
     def mask(self, column: int) -> Uint32s | None:
         """The mask of one column."""
@@ -44,13 +47,17 @@ class RowOutcome:
 
 
 def verify_row(task: RowTask, logits: Float32s) -> RowOutcome:
-    """Draw column by column while the next input equals the draw; logits float32 [n_columns, n addressable]."""
+    """Draw column by column while the next input equals the draw; logits float32 [n_columns, n addressable].
+
+    Drafts with a distribution decide the draw of the column before them, those beyond the last column too: whether the
+    caller cuts a row may depend on what was drafted, the distribution of what it emits must not.
+    """
     out, counts = RowOutcome(), task.counts
     for i in range(len(task.token_ids)):
         if not np.isfinite(logits[i]).all():
             out.status = RowStatus.NOT_FINITE
             return out
-        token = sample(logits[i], task.params, counts, task.start + i + 1, task.mask(i))
+        token = _draw(task, i, logits[i], counts)
         _emit(out, task, token, i)
         is_draft_right = i + 1 < len(task.token_ids) and int(task.token_ids[i + 1]) == token
         out.accepted += is_draft_right
@@ -60,6 +67,20 @@ def verify_row(task: RowTask, logits: Float32s) -> RowOutcome:
             counts = counts.copy()
             counts[token] += 1
     return out
+
+
+def _draw(task: RowTask, column: int, logits: Float32s, counts: Counts) -> int:
+    """The token behind one column of a verify row."""
+    params, index, mask = task.params, task.start + column + 1, task.mask(column)
+    has_ratio = bool(task.drafts) and task.drafts[0].distribution is not None
+    if not has_ratio:
+        return sample(logits, params, counts, index, mask)
+    if column == len(task.drafts):
+        return sample(logits, params, counts, index, mask, Purpose.BONUS)
+    draft = task.drafts[column]
+    assert draft.distribution is not None
+    target = candidates(adjust(logits, params, counts, mask), params)
+    return draw_by_ratio(target, draft.token_id, draft.distribution, seed_of(params), index)
 
 
 def known_row(task: RowTask, logits: Float32s) -> RowOutcome:

@@ -22,12 +22,14 @@ MASK_BITS = 32
 
 class Purpose(IntEnum):
     """What a random number is for; each purpose has its own stream. TARGET serves prefill and decode alike, so a
-    token does not depend on whether its position was reached by a prompt or by a round."""
+    token does not depend on whether its position was reached by a prompt or by a round. The others belong to drafts
+    that have a distribution of their own: what a draft is drawn with must decide nothing else."""
 
     TARGET = 0
     ACCEPT = 1
     CORRECTION = 2
     BONUS = 3
+    DRAFT = 4
 
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
@@ -107,15 +109,25 @@ def draw(of: Candidates, u: float) -> int:
 
 
 def sample(
-    logits: Float32s, params: SamplingParams, counts: Counts | None, position: int, mask: Uint32s | None = None
+    logits: Float32s,
+    params: SamplingParams,
+    counts: Counts | None,
+    position: int,
+    mask: Uint32s | None = None,
+    purpose: Purpose = Purpose.TARGET,
 ) -> int:
     """The token at ``position`` (its own index in the sequence) from finite logits float32 [n addressable]."""
     adjusted = adjust(logits, params, counts, mask)
     if params.is_greedy:
         return int(np.argmax(adjusted))
+    return draw(candidates(adjusted, params), uniform(seed_of(params), position, purpose))
+
+
+def seed_of(params: SamplingParams) -> int:
+    """The seed of a row that is sampled."""
     if params.seed is None:
         raise ContractError("sampling without a seed; the engine draws one per request")
-    return draw(candidates(adjusted, params), uniform(params.seed, position, Purpose.TARGET))
+    return params.seed
 
 
 @dataclass(frozen=True, slots=True)
