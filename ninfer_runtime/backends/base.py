@@ -132,7 +132,10 @@ class ProgramOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes a program will allocate, known before it allocates any of them."""
+    """Bytes a program will allocate, known before it allocates any of them.
+
+    ``graph_bytes`` is what the driver takes for recorded rounds, beside the program's own memory: an allowance.
+    """
 
     limits: ProgramLimits
     options: ProgramOptions
@@ -142,10 +145,16 @@ class MemoryPlan:
     workspace_bytes: int
     device_snapshot_bytes: int
     host_snapshot_bytes: int
+    graph_bytes: int = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device must have free at the start."""
+        return self.device_bytes + self.graph_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Everything on the device."""
+        """Everything that the program itself allocates on the device."""
         parts = (self.weight_bytes, self.state_bytes, self.kv_bytes, self.workspace_bytes, self.device_snapshot_bytes)
         return sum(parts)
 
@@ -157,6 +166,7 @@ class MemoryPlan:
             ("KV pages", self.kv_bytes),
             ("workspace", self.workspace_bytes),
             ("device snapshots", self.device_snapshot_bytes),
+            ("graphs", self.graph_bytes),
             ("host snapshots", self.host_snapshot_bytes),
         )
 

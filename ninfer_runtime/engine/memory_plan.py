@@ -1,12 +1,22 @@
-"""From an ``EngineConfig`` to a memory plan, before anything is allocated."""
+"""From an ``EngineConfig`` to a memory plan, before anything is allocated; and what would fit where it does not."""
 
-from ninfer_format.errors import UsageError
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.base import Backend, MemoryPlan, ProgramLimits, ProgramOptions
-from ninfer_runtime.config import EngineConfig
+from ninfer_runtime.config import MAX_CONCURRENCY, PAGE_TOKENS, PREFILL_CHUNK_MULTIPLE, EngineConfig, KvDtype
 from ninfer_runtime.models.binder import BoundModel
 
 MAX_LOGITS_ROWS = 256
 """Rows of logits per teacher-forced call: 254 MB of float32 at 248,320 rows."""
+HEADROOM_BYTES = 1 << 30
+"""What ``kv_capacity="auto"`` leaves free on the device."""
+LONGEST_CONTEXT = 1 << 20
+"""Where the search for the largest context ends when the model names no limit of its own."""
+
+_SMALLER_KV: tuple[KvDtype, ...] = ("int8", "fp6")
+Fits = Callable[[EngineConfig], bool]
 
 
 def program_options(config: EngineConfig) -> ProgramOptions:
@@ -45,16 +55,168 @@ def plan_engine(backend: Backend, model: BoundModel, config: EngineConfig) -> Me
 
     The message says how much is missing, what takes most, and which flag helps.
     """
+    check_context(model, config)
+    free = backend.free_memory(program_options(config))
+    plan = plan_within(backend, model, config, free)
+    if plan.reserved_bytes > free:
+        raise UsageError(shortage(backend, model, config, plan, free))
+    return plan
+
+
+def check_context(model: BoundModel, config: EngineConfig) -> None:
+    """UsageError for a context that the model was not made for."""
     limit = model.spec.max_position
     if limit is not None and config.max_context > limit:
         raise UsageError(f"max_context is {config.max_context}, the model was made for {limit}; lower --max-context")
-    options = program_options(config)
-    plan = backend.plan_memory(model, program_limits(config), options)
-    free = backend.free_memory(options)
-    if plan.device_bytes > free:
-        parts = ", ".join(f"{label} {n_bytes / 2**20:.0f} MiB" for label, n_bytes in plan.rows() if n_bytes)
-        raise UsageError(
-            f"the plan needs {plan.device_bytes / 2**20:.0f} MiB on {options.device}, {free / 2**20:.0f} MiB are free "
-            f"({parts}); lower --max-context, --kv-capacity or --prefill-chunk"
-        )
-    return plan
+
+
+def plan_within(backend: Backend, model: BoundModel, config: EngineConfig, free: int) -> MemoryPlan:
+    """The plan of a config, whether it fits or not.
+
+    With ``kv_capacity`` "auto" the pool is the largest that leaves ``HEADROOM_BYTES`` of ``free``: at most every
+    sequence's whole context, at least one whole context and one page per sequence.
+    """
+    options, limits = program_options(config), program_limits(config)
+
+    def planned(n_pages: int) -> MemoryPlan:
+        return backend.plan_memory(model, replace(limits, n_pages=n_pages), options)
+
+    if config.kv_capacity != "auto":
+        return planned(limits.n_pages)
+    least = max(config.pages_per_sequence, config.max_concurrency)
+    n_pages = largest(least, limits.n_pages, lambda n: planned(n).reserved_bytes + HEADROOM_BYTES <= free)
+    return planned(n_pages or least)
+
+
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
+    """The largest n in low .. high that ``holds``, which is true up to some n and false beyond; None: not even low."""
+    if high < low or not holds(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def fits_on(backend: Backend, model: BoundModel) -> Fits:
+    """Whether a config can be planned by this backend and fits the memory that is free."""
+
+    def fits(config: EngineConfig) -> bool:
+        try:
+            free = backend.free_memory(program_options(config))
+            return plan_within(backend, model, config, free).reserved_bytes <= free
+        except (UnsupportedError, UsageError):
+            return False
+
+    return fits
+
+
+def largest_context(model: BoundModel, config: EngineConfig, fits: Fits) -> int | None:
+    """The longest context at the config's concurrency, in whole pages (or the model's limit); None: not even one."""
+    limit = model.spec.max_position or LONGEST_CONTEXT
+    if isinstance(config.kv_capacity, int):
+        limit = min(limit, config.kv_capacity)
+
+    def context(pages: int) -> EngineConfig:
+        return replace(config, max_context=min(limit, pages * PAGE_TOKENS))
+
+    pages = largest(1, -(-limit // PAGE_TOKENS), lambda n: fits(context(n)))
+    return None if pages is None else context(pages).max_context
+
+
+def largest_concurrency(config: EngineConfig, fits: Fits) -> int | None:
+    """The most sequences at the config's context; None: not even one."""
+    return largest(1, MAX_CONCURRENCY, lambda n: fits(replace(config, max_concurrency=n)))
+
+
+def remedy(model: BoundModel, config: EngineConfig, fits: Fits) -> str | None:
+    """Flags, with values, that make the config fit; None when none do. A single flag is preferred."""
+    for changed, flags in _single_changes(config):
+        if fits(changed):
+            return flags
+    if (tokens := largest_context(model, config, fits)) is not None:
+        return f"--max-context {tokens}"
+    for kv_dtype in ("auto", *_SMALLER_KV):
+        small = replace(config, max_concurrency=1, kv_dtype=kv_dtype, kv_capacity=None, prefill_chunk=_SMALLEST_CHUNK)
+        small = replace(small, snapshots=0)
+        if (tokens := largest_context(model, small, fits)) is not None:
+            context = f" --max-context {min(tokens, config.max_context)}"
+            return f"--max-concurrency 1 --kv-dtype {kv_dtype} --prefill-chunk {_SMALLEST_CHUNK}{context}"
+    return None
+
+
+_SMALLEST_CHUNK = PREFILL_CHUNK_MULTIPLE
+
+
+def _single_changes(config: EngineConfig) -> Iterator[tuple[EngineConfig, str]]:
+    """Configs that differ in one setting and keep the context of every sequence, with their flags."""
+    for kv_dtype in _SMALLER_KV:
+        if kv_dtype != config.kv_dtype:
+            yield replace(config, kv_dtype=kv_dtype), f"--kv-dtype {kv_dtype}"
+    if config.snapshots:
+        yield replace(config, snapshots=0), "--snapshots 0"
+    if isinstance(config.kv_capacity, int) or (config.kv_capacity is None and config.max_concurrency > 1):
+        yield replace(config, kv_capacity="auto"), "--kv-capacity auto"
+    for n in range(config.max_concurrency - 1, 0, -1):
+        yield replace(config, max_concurrency=n), f"--max-concurrency {n}"
+    if config.prefill_chunk > _SMALLEST_CHUNK:
+        yield replace(config, prefill_chunk=_SMALLEST_CHUNK), f"--prefill-chunk {_SMALLEST_CHUNK}"
+
+
+def shortage(backend: Backend, model: BoundModel, config: EngineConfig, plan: MemoryPlan, free: int) -> str:
+    """One line: what is needed, what is free, what takes most, what helps."""
+    rows = sorted(((n, label) for label, n in plan.rows() if n and not label.startswith("host")), reverse=True)
+    parts = ", ".join(f"{label} {mebibytes(n)}" for n, label in rows)
+    flags = remedy(model, config, fits_on(backend, model))
+    advice = f"{flags} would fit" if flags else f"{rows[0][1]} alone leave too little; use a smaller artifact"
+    return (
+        f"the plan needs {mebibytes(plan.reserved_bytes)} on {config.device}, {mebibytes(free)} are free ({parts}); "
+        f"{advice}"
+    )
+
+
+def mebibytes(n_bytes: int) -> str:
+    """As reports write memory."""
+    return f"{n_bytes / 2**20:,.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a device holds of a model: a plan, and the limits beside it.
+
+    fits        whether the plan fits ``free_bytes``, what the device has for a program
+    context     the longest context at the plan's concurrency; ``concurrency``: the most sequences at its context
+    auto_tokens tokens of the pool that ``kv_capacity="auto"`` takes; None where it does not fit
+    remedy      flags that make the config fit, when it does not
+    """
+
+    plan: MemoryPlan
+    free_bytes: int
+    fits: bool
+    context: int | None
+    concurrency: int | None
+    auto_tokens: int | None
+    remedy: str | None
+
+    @property
+    def left_bytes(self) -> int:
+        """What stays free; negative: what is missing."""
+        return self.free_bytes - self.plan.reserved_bytes
+
+
+def survey(backend: Backend, model: BoundModel, config: EngineConfig) -> Survey:
+    """Plan a config for a device, and search what else it could hold. Nothing is allocated."""
+    check_context(model, config)
+    free, fits = backend.free_memory(program_options(config)), fits_on(backend, model)
+    plan = plan_within(backend, model, config, free)
+    does_fit = plan.reserved_bytes <= free
+    auto = plan_within(backend, model, replace(config, kv_capacity="auto"), free)
+    return Survey(
+        plan=plan,
+        free_bytes=free,
+        fits=does_fit,
+        context=largest_context(model, config, fits),
+        concurrency=largest_concurrency(config, fits),
+        auto_tokens=auto.limits.n_pages * PAGE_TOKENS if auto.reserved_bytes <= free else None,
+        remedy=None if does_fit else remedy(model, config, fits),
+    )

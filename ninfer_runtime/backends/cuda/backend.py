@@ -2,7 +2,7 @@
 
 import re
 
-from ninfer_format.errors import UsageError
+from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
@@ -42,6 +42,8 @@ class CudaBackend:
         """The one allocation of a program; UsageError or UnsupportedError for what has no kernels."""
         if options.dtype != "bfloat16":
             raise UsageError(f"dtype {options.dtype!r} is not part of the cuda backend, expected bfloat16")
+        if options.proposer != "none":
+            raise UnsupportedError(f"drafts by {options.proposer!r} are not part of the cuda backend; leave out --spec")
         device, plan = self._device(options), ArenaPlan()
         regions = lay_out(model, limits, options, device, plan)
         SmallMatrices(device, plan, regions, round_columns(limits))

@@ -31,6 +31,8 @@ from ninfer_runtime.models.binder import BoundModel
 HEAD_ROWS = 64
 """Rows of logits that a prompt call evaluates at a time, when it returns more than a round has columns."""
 _TOKEN_TILE = 8
+_GRAPH_BYTES, _DRAFT_GRAPH_BYTES = 12 << 20, 82 << 20
+_DRAFT_GRAPH_CONTEXT = 4096
 _BF16, _FLOAT = 2, 4
 
 
@@ -198,6 +200,15 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     )
 
 
+def graph_allowance(limits: ProgramLimits) -> int:
+    """Bytes reserved for the driver's copies of the recorded rounds: so much for every number of rows.
+
+    The allowances are those published for the engine whose rounds these are; ``GraphBook.n_bytes`` is what ours took.
+    """
+    drafts = limits.max_columns > 1 and limits.max_context > _DRAFT_GRAPH_CONTEXT
+    return limits.max_rows * (_DRAFT_GRAPH_BYTES if drafts else _GRAPH_BYTES)
+
+
 def memory_plan(limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan, state_bytes: int) -> MemoryPlan:
     """The sums of a layout; ``state_bytes`` of one slot, for snapshots in host memory."""
     groups = dict(arena.rows())
@@ -212,4 +223,5 @@ def memory_plan(limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan
         workspace_bytes=rest,
         device_snapshot_bytes=groups.get("snapshots", 0),
         host_snapshot_bytes=limits.host_snapshots * state_bytes,
+        graph_bytes=graph_allowance(limits),
     )
