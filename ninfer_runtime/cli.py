@@ -4,14 +4,49 @@ Each function parses, calls one function of ``commands``, and returns its exit c
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ninfer_format.command import run_cli
 from ninfer_runtime.commands.bench import bench
-from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
-from ninfer_runtime.config import Dtype, KvDtype
+from ninfer_runtime.commands.flags import (
+    Backend,
+    Device,
+    DraftAcceptance,
+    DraftTokens,
+    DtypeName,
+    Effort,
+    File,
+    Frequency,
+    Greedy,
+    IgnoreEos,
+    Json,
+    KvCapacity,
+    KvDtypeName,
+    KvRotation,
+    LmHeadDraft,
+    MaxConcurrency,
+    MaxContext,
+    MaxNew,
+    MinP,
+    NoDraftBackoff,
+    NoThinking,
+    OnOff,
+    PrefillChunk,
+    Presence,
+    PrintTokenIds,
+    RawOutput,
+    ReasoningStop,
+    Seed,
+    Spec,
+    Stop,
+    StopTokenId,
+    Temperature,
+    TopK,
+    TopP,
+)
+from ninfer_runtime.commands.parsing import positive
 
 if TYPE_CHECKING:
     from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
@@ -26,67 +61,26 @@ app = typer.Typer(
 )
 app.add_typer(bench)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file.")]
-Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help="Implementation to run on: reference or cuda.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="cpu|cuda", help="Where to run; cuda:1 names one of several.  [the backend's own]"
-    ),
-]
-DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Precision of the arithmetic.")]
-KvDtypeName = Annotated[
-    KvDtype, typer.Option("--kv-dtype", help="Storage of keys and values; auto keeps them as they are computed.")
-]
-MaxContext = Annotated[
-    int | None,
-    typer.Option("--max-context", parser=positive, metavar="N", help="Most tokens of prompt and answer.  [2048]"),
-]
-PrefillChunk = Annotated[
-    int,
-    typer.Option("--prefill-chunk", parser=positive, metavar="N", help="Prompt tokens at a time, a multiple of 128."),
-]
-MaxNew = Annotated[int, typer.Option("--max-new", parser=positive, metavar="N", help="Most tokens of an answer.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always the most likely token.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", parser=decimal, metavar="F", help="0 to 2.")]
-TopP = Annotated[float | None, typer.Option("--top-p", parser=decimal, metavar="F", help="0 to 1.")]
-TopK = Annotated[int | None, typer.Option("--top-k", parser=integer, metavar="N", help="0 or -1 switches it off.")]
-MinP = Annotated[float | None, typer.Option("--min-p", parser=decimal, metavar="F", help="0 to 1.")]
-Presence = Annotated[float | None, typer.Option("--presence-penalty", parser=decimal, metavar="F", help="-2 to 2.")]
-Frequency = Annotated[float | None, typer.Option("--frequency-penalty", parser=decimal, metavar="F", help="-2 to 2.")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", parser=unsigned, metavar="N", help="Repeats an answer; drawn if not given.")
-]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer here; repeatable.")]
-ReasoningStop = Annotated[
-    list[str] | None, typer.Option("--reasoning-stop", metavar="TEXT", help="End in the thinking; repeatable.")
-]
-StopTokenId = Annotated[
-    list[int] | None,
-    typer.Option("--stop-token-id", parser=unsigned, metavar="N", help="A further id that ends it; repeatable."),
-]
-NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Ask for the answer without thinking.")]
-Effort = Annotated[
-    str | None, typer.Option("--reasoning-effort", metavar="LEVEL", help="How much to think, if the template knows.")
-]
-RawOutput = Annotated[bool, typer.Option("--raw-output", help="Show tags and control tokens, all on stdout.")]
-PrintTokenIds = Annotated[bool, typer.Option("--print-token-ids", help="List the generated ids on stderr.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Run on past the end of the turn.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
 
 def _engine_options(
     file: Path,
-    backend: str,
-    device: str | None,
-    dtype: Dtype,
-    kv_dtype: KvDtype,
-    max_context: int | None,
-    prefill_chunk: int,
+    *,
+    kv_rotation: OnOff = "on",
+    kv_capacity: str | None = None,
+    no_draft_backoff: bool = False,
+    **fields: Any,
 ) -> "EngineOptions":
+    """Fields that are spelled otherwise as options; the rest have the names of ``EngineOptions``."""
     from ninfer_runtime.commands.options import EngineOptions
+    from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
 
-    return EngineOptions(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk)
+    return EngineOptions(
+        file,
+        kv_rotation=kv_rotation == "on",
+        kv_capacity=None if kv_capacity is None else read_capacity(kv_capacity),
+        draft_backoff=not no_draft_backoff,
+        **fields,
+    )
 
 
 def _sampling_options(
@@ -161,6 +155,14 @@ def generate(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = "auto",
+    kv_rotation: KvRotation = "on",
+    kv_capacity: KvCapacity = None,
+    max_concurrency: MaxConcurrency = 1,
+    spec: Spec = "none",
+    draft_tokens: DraftTokens = 0,
+    lm_head_draft: LmHeadDraft = False,
+    draft_acceptance: DraftAcceptance = "equal",
+    no_draft_backoff: NoDraftBackoff = False,
     as_json: Json = False,
 ) -> int:
     """Answer one prompt: the answer on stdout, thinking and statistics on stderr."""
@@ -168,7 +170,23 @@ def generate(
     from ninfer_runtime.commands.generate import generate as run
 
     return run(
-        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk),
+        _engine_options(
+            file,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            kv_rotation=kv_rotation,
+            kv_capacity=kv_capacity,
+            max_concurrency=max_concurrency,
+            spec=spec,
+            draft_tokens=draft_tokens,
+            lm_head_draft=lm_head_draft,
+            draft_acceptance=draft_acceptance,
+            no_draft_backoff=no_draft_backoff,
+        ),
         PromptOptions(prompt, messages, ids),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
         _answer_options(
@@ -211,13 +229,37 @@ def chat(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = "auto",
+    kv_rotation: KvRotation = "on",
+    kv_capacity: KvCapacity = None,
+    max_concurrency: MaxConcurrency = 1,
+    spec: Spec = "none",
+    draft_tokens: DraftTokens = 0,
+    lm_head_draft: LmHeadDraft = False,
+    draft_acceptance: DraftAcceptance = "equal",
+    no_draft_backoff: NoDraftBackoff = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="Print times after every answer.")] = False,
 ) -> int:
     """Talk to the model: /reset forgets, /quit leaves, Ctrl-C stops an answer."""
     from ninfer_runtime.commands.chat import chat as run
 
     return run(
-        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk),
+        _engine_options(
+            file,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            kv_rotation=kv_rotation,
+            kv_capacity=kv_capacity,
+            max_concurrency=max_concurrency,
+            spec=spec,
+            draft_tokens=draft_tokens,
+            lm_head_draft=lm_head_draft,
+            draft_acceptance=draft_acceptance,
+            no_draft_backoff=no_draft_backoff,
+        ),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
         _answer_options(
             max_new,
@@ -249,7 +291,18 @@ def logits(
     from ninfer_runtime.commands.logits import logits as run
     from ninfer_runtime.commands.parsing import token_ids
 
-    return run(_engine_options(file, backend, device, dtype, kv_dtype, None, prefill_chunk), token_ids(ids), out)
+    return run(
+        _engine_options(
+            file,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            prefill_chunk=prefill_chunk,
+        ),
+        token_ids(ids),
+        out,
+    )
 
 
 @app.command()
@@ -262,13 +315,29 @@ def score(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = "auto",
+    kv_rotation: KvRotation = "on",
+    kv_capacity: KvCapacity = None,
+    max_concurrency: MaxConcurrency = 1,
     as_json: Json = False,
 ) -> int:
     """Print the perplexity of a text."""
     from ninfer_runtime.commands.score import score as run
 
     return run(
-        _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk), text, as_json=as_json
+        _engine_options(
+            file,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            kv_rotation=kv_rotation,
+            kv_capacity=kv_capacity,
+            max_concurrency=max_concurrency,
+        ),
+        text,
+        as_json=as_json,
     )
 
 
@@ -298,7 +367,15 @@ def calibrate(
     from ninfer_runtime.commands.calibrate import calibrate as run
 
     sources = CalibrationSources(text or (), messages or (), max_tokens)
-    options = _engine_options(file, backend, device, dtype, kv_dtype, max_context, prefill_chunk)
+    options = _engine_options(
+        file,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+    )
     return run(options, sources, out, channels=not amax_only)
 
 

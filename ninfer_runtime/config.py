@@ -12,6 +12,7 @@ KvDtype = Literal["auto", "bf16", "int8", "fp6"]
 KvStorage = Literal["float32", "bf16", "int8", "fp6"]
 Proposer = Literal["none", "mtp"]
 Acceptance = Literal["equal", "ratio"]
+KvCapacity = int | Literal["auto"] | None
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
 
 MAX_SEED = 2**64 - 1
@@ -162,7 +163,7 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"
     kv_rotation: bool = True
     max_context: int = 2048
-    kv_capacity: int | Literal["auto"] | None = None
+    kv_capacity: KvCapacity = None
     prefill_chunk: int = 1024
     max_concurrency: int = 1
     weight_budget: int | None = None

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.config import Dtype, KvDtype
+from ninfer_runtime.config import Acceptance, Dtype, KvCapacity, KvDtype, Proposer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which model runs where. ``max_context`` None: as much as the command needs or 2048; ``device`` None: the
-    backend's own."""
+    """Which model runs where, as ``EngineConfig`` means it.
+
+    ``max_context`` None: as much as the command needs or 2048; ``device`` None: the backend's own.
+    """
 
     path: Path
     backend: str = "reference"
@@ -20,6 +22,14 @@ class EngineOptions:
     kv_dtype: KvDtype = "auto"
     max_context: int | None = None
     prefill_chunk: int = 1024
+    kv_rotation: bool = True
+    kv_capacity: KvCapacity = None
+    max_concurrency: int = 1
+    spec: Proposer = "none"
+    draft_tokens: int = 0
+    lm_head_draft: bool = False
+    draft_acceptance: Acceptance = "equal"
+    draft_backoff: bool = True
 
 
 @dataclass(frozen=True, slots=True)

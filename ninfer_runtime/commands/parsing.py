@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -28,6 +29,11 @@ def positive(text: str | int) -> int:
     if (number := unsigned(text)) < 1:
         raise typer.BadParameter(f"{text!r} is too small, expected at least 1")
     return number
+
+
+def kv_capacity(text: str) -> int | Literal["auto"]:
+    """Tokens, or ``auto``."""
+    return "auto" if text == "auto" else positive(text)
 
 
 def integer(text: str | int) -> int:

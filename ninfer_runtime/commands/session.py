@@ -62,6 +62,14 @@ class Session:
             kv_dtype=options.kv_dtype,
             max_context=wanted,
             prefill_chunk=options.prefill_chunk,
+            kv_rotation=options.kv_rotation,
+            kv_capacity=options.kv_capacity,
+            max_concurrency=options.max_concurrency,
+            spec=options.spec,
+            draft_tokens=options.draft_tokens,
+            lm_head_draft=options.lm_head_draft,
+            acceptance=options.draft_acceptance,
+            draft_backoff=options.draft_backoff,
         )
 
     @contextmanager

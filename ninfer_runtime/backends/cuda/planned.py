@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -45,7 +45,9 @@ _TINY = {
 }
 _PUBLISHED = ("qwen3.6-27b/groupwise-int", "qwen3.8-27b/groupwise-int")
 _TINY_RECIPES = ("groupwise-int", "w8", "bf16")
-MODELS = (*_PUBLISHED, *(f"tiny/{name}" for name in _TINY_RECIPES))
+_TINY_PREFIX = "tiny/"
+_TWIN_RECIPE = "groupwise-int"
+MODELS = (*_PUBLISHED, *(_TINY_PREFIX + name for name in _TINY_RECIPES))
 """Names of the models whose kernels are compiled ahead: the dense identities, and the tiny model in every format."""
 
 
@@ -70,6 +72,8 @@ CARDS = (
     Card("RTX 5060 Ti", "sm_120a", 36, 100 * _KIB, 32 * _MIB, 16_311 * _MIB),
     Card("H200", "sm_90a", 132, 228 * _KIB, 60 * _MIB, 143_771 * _MIB),
 )
+UNKNOWN_CARD = replace(CARDS[0], name="card")
+"""What a card is planned as of which only the memory is known."""
 TARGETS = tuple(dict.fromkeys(card.arch for card in CARDS))
 
 
@@ -97,17 +101,34 @@ def _resources(n_ids: int, config: bytes | None) -> Mapping[str, bytes]:
 
 
 def planned_model(name: str) -> BoundModel:
-    """One of ``MODELS``, bound to an artifact that does not exist: shapes and formats, no values."""
-    if name in _PUBLISHED:
-        inventory = plan_inventory(name)
-        return _bound(name, inventory, _resources(TOKENIZER_IDS, None))
-    recipe_name = name.removeprefix("tiny/")
-    rows = draft_head_rows(_TINY_IDS)
-    recipe = recipe_for(geometry_from_config(_TINY, None, None, rows), recipe_name)
-    config = ModelConfig(_TINY, None, None, None, recipe, rows)
-    resources = _resources(_TINY_IDS, config.to_json())
+    """A published identity or one of ``MODELS``, bound to an artifact that does not exist: shapes and formats, no
+    values."""
+    if not name.startswith(_TINY_PREFIX):
+        return _bound(name, plan_inventory(name), _resources(TOKENIZER_IDS, None))
+    return _custom(name, _TINY, name.removeprefix(_TINY_PREFIX), _TINY_IDS)
+
+
+def dense_twin(model: BoundModel) -> BoundModel:
+    """The dense groupwise model nearest to ``model``: equal but for its formats, experts as one wide network.
+
+    What a call needs beside weights is alike, so it stands in for models that the backend cannot run.
+    """
+    text = model.spec.text
+    width = text.mlp_width or text.experts_per_token * text.expert_width + text.shared_width
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    config = {key: value for key, value in model.config.text_config.items() if key not in experts}
+    config |= {"model_type": "qwen3_5_text", "intermediate_size": width}
+    return _custom(f"{model.artifact.path}: its dense twin", config, _TWIN_RECIPE, model.spec.n_addressable)
+
+
+def _custom(name: str, text_config: Mapping[str, Any], recipe_name: str, n_ids: int) -> BoundModel:
+    """A model of its own config, text only."""
+    rows = draft_head_rows(n_ids)
+    recipe = recipe_for(geometry_from_config(text_config, None, None, rows), recipe_name)
+    config = ModelConfig(text_config, None, None, None, recipe, rows)
+    resources = _resources(n_ids, config.to_json())
     sizes = {resource: len(content) for resource, content in resources.items()}
-    identity = Identity("tiny", recipe_name)
+    identity = Identity("planned", recipe_name)
     return _bound(name, plan_inventory(config.geometry, recipe, identity=identity, resources=sizes), resources)
 
 
