@@ -1,4 +1,4 @@
-"""The command ``ninfer-run``: generate, chat, logits, score, calibrate (specs/cli.md).
+"""The command ``ninfer-run``: generate, chat, logits, score, calibrate, plan (specs/cli.md).
 
 Each function parses, calls one function of ``commands``, and returns its exit code.
 """
@@ -46,7 +46,7 @@ from ninfer_runtime.commands.flags import (
     TopK,
     TopP,
 )
-from ninfer_runtime.commands.parsing import positive
+from ninfer_runtime.commands.parsing import positive, unsigned
 
 if TYPE_CHECKING:
     from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
@@ -393,6 +393,50 @@ def kernels(
     from ninfer_runtime.commands.kernels import kernels as run
 
     return run(arch, sass=sass, jobs=jobs, as_json=as_json)
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file, or a published identity.")
+    ],
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="NAME|BYTES", help="rtx5090, rtx5060ti, h200, or its memory; repeatable.  [all]"),
+    ] = None,
+    kv_dtype: KvDtypeName = "auto",
+    kv_capacity: KvCapacity = None,
+    max_context: Annotated[
+        int | None, typer.Option("--max-context", parser=positive, metavar="N", help="Tokens of a sequence.  [8192]")
+    ] = None,
+    max_concurrency: MaxConcurrency = 1,
+    prefill_chunk: PrefillChunk = 1024,
+    snapshots: Annotated[
+        int, typer.Option("--snapshots", parser=unsigned, metavar="N", help="States kept for prefix reuse.")
+    ] = 0,
+    spec: Spec = "none",
+    draft_tokens: DraftTokens = 0,
+    lm_head_draft: LmHeadDraft = False,
+    as_json: Json = False,
+) -> int:
+    """Print what the model takes of a card's memory, without the card: what fits, and the flag that would help."""
+    from ninfer_runtime.commands.options import PlanOptions
+    from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
+    from ninfer_runtime.commands.plan import plan as run
+
+    capacity = None if kv_capacity is None else read_capacity(kv_capacity)
+    options = PlanOptions(
+        max_context,
+        kv_dtype,
+        capacity,
+        max_concurrency,
+        prefill_chunk,
+        snapshots,
+        spec,
+        draft_tokens,
+        lm_head_draft,
+    )
+    return run(source, gpu or (), options, as_json=as_json)
 
 
 def main() -> NoReturn:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.config import Acceptance, Dtype, KvCapacity, KvDtype, Proposer
+from ninfer_runtime.config import Acceptance, Dtype, EngineConfig, KvCapacity, KvDtype, Proposer
+
+SERVED_CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,38 @@ class EngineOptions:
     lm_head_draft: bool = False
     draft_acceptance: Acceptance = "equal"
     draft_backoff: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What to plan a card for. ``max_context`` None: what a server takes, or less if the model was made for less."""
+
+    max_context: int | None = None
+    kv_dtype: KvDtype = "auto"
+    kv_capacity: KvCapacity = None
+    max_concurrency: int = 1
+    prefill_chunk: int = 1024
+    snapshots: int = 0
+    spec: Proposer = "none"
+    draft_tokens: int = 0
+    lm_head_draft: bool = False
+
+    def config(self, longest: int | None) -> EngineConfig:
+        """For a model that was made for ``longest`` tokens."""
+        return EngineConfig(
+            backend="cuda",
+            device="cuda",
+            dtype="bfloat16",
+            kv_dtype=self.kv_dtype,
+            max_context=self.max_context or min(SERVED_CONTEXT, longest or SERVED_CONTEXT),
+            kv_capacity=self.kv_capacity,
+            max_concurrency=self.max_concurrency,
+            prefill_chunk=self.prefill_chunk,
+            snapshots=self.snapshots,
+            spec=self.spec,
+            draft_tokens=self.draft_tokens,
+            lm_head_draft=self.lm_head_draft,
+        )
 
 
 @dataclass(frozen=True, slots=True)

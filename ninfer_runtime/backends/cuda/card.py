@@ -77,7 +77,8 @@ class CardBackend:
     def _estimate(self, model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
         if id(model) not in self._twins:
             self._twins[id(model)] = dense_twin(model)
-        runnable = replace(options, kv_dtype="int8", proposer="none", draft_head=False)
+        kv_dtype = "int8" if options.kv_dtype == "fp6" else options.kv_dtype
+        runnable = replace(options, kv_dtype=kv_dtype, proposer="none", draft_head=False)
         plan = self._backend.plan_memory(self._twins[id(model)], limits, runnable)
         drafts = options.proposer != "none"
         components = ("text", *("mtp",) * drafts, *("draft_head",) * options.draft_head)

@@ -1,0 +1,142 @@
+"""``ninfer-run plan``: what a model takes of a card's memory, without the card."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ninfer_format.errors import UsageError
+from ninfer_format.published import PUBLISHED
+from ninfer_format.reader import Artifact
+from ninfer_runtime.backends.cuda.card import DRIVER_BYTES, CardBackend, card_key, card_named
+from ninfer_runtime.backends.cuda.planned import CARDS, Card, planned_model
+from ninfer_runtime.commands.options import PlanOptions
+from ninfer_runtime.config import EngineConfig
+from ninfer_runtime.engine.memory_plan import Survey, mebibytes, survey
+from ninfer_runtime.models.binder import BoundModel, bind
+
+_SCHEMA = "ninfer.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class CardSurvey:
+    """What one card holds; ``refusal``: why the backend does not run it today."""
+
+    card: Card
+    survey: Survey
+    refusal: str | None
+
+
+def plan(source: str, gpus: Sequence[str], options: PlanOptions, *, as_json: bool) -> int:
+    """Print the plan of ``source``, a file or a published identity, for the named cards (none: all known ones)."""
+    cards = [card_named(name) for name in gpus] or list(CARDS)
+    with planned_from(source) as model:
+        config = options.config(model.spec.max_position)
+        found = [_on_card(model, card, config) for card in cards]
+        if as_json:
+            print(json.dumps(_document(model, config, found), indent=2))
+        else:
+            print("\n".join(_lines(model, config, found)))
+    return 0
+
+
+@contextmanager
+def planned_from(source: str) -> Iterator[BoundModel]:
+    """The bound model of a file, or of a published identity whose file is not needed. UsageError for neither."""
+    if Path(source).exists():
+        with Artifact.open(Path(source)) as artifact:
+            yield bind(artifact)
+        return
+    known = [str(identity) for identity in PUBLISHED]
+    if source not in known:
+        raise UsageError(f"{source}: no such file, and no published identity; those are {', '.join(known)}")
+    yield planned_model(source)
+
+
+def _on_card(model: BoundModel, card: Card, config: EngineConfig) -> CardSurvey:
+    backend = CardBackend(card)
+    found = survey(backend, model, config)
+    return CardSurvey(card, found, backend.refusal(model, found.plan.limits, found.plan.options))
+
+
+def _remedy(found: Survey) -> str:
+    if found.fits:
+        return "-"
+    return found.remedy or "no flag helps"
+
+
+def _count(number: int | None) -> str:
+    return "none" if number is None else f"{number:,}"
+
+
+_ROWS: tuple[tuple[str, Callable[[CardSurvey], str]], ...] = (
+    ("card", lambda found: found.card.name),
+    ("memory", lambda found: mebibytes(found.card.total_bytes)),
+    ("driver", lambda found: mebibytes(DRIVER_BYTES)),
+    ("weights", lambda found: mebibytes(found.survey.plan.weight_bytes)),
+    ("KV pages", lambda found: mebibytes(found.survey.plan.kv_bytes)),
+    ("recurrent state", lambda found: mebibytes(found.survey.plan.state_bytes)),
+    ("workspace", lambda found: mebibytes(found.survey.plan.workspace_bytes)),
+    ("snapshots", lambda found: mebibytes(found.survey.plan.device_snapshot_bytes)),
+    ("graphs", lambda found: mebibytes(found.survey.plan.graph_bytes)),
+    ("free", lambda found: mebibytes(found.survey.left_bytes)),
+    ("fits", lambda found: "yes" if found.survey.fits else "no"),
+    ("KV pool, tokens", lambda found: _count(found.survey.plan.limits.n_pages * found.survey.plan.limits.page_tokens)),
+    ("largest context", lambda found: _count(found.survey.context)),
+    ("most sequences", lambda found: _count(found.survey.concurrency)),
+    ("what would fit", lambda found: _remedy(found.survey)),
+)
+
+
+def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey]) -> Iterator[str]:
+    drafts = f", {config.draft_tokens} drafts by {config.spec}" if config.spec != "none" else ""
+    kv_dtype = "bf16" if config.kv_dtype == "auto" else config.kv_dtype
+    yield (
+        f"{model.artifact.identity}: context {config.max_context:,}, sequences {config.max_concurrency}, "
+        f"keys and values {kv_dtype}, prefill chunk {config.prefill_chunk:,}{drafts}"
+    )
+    cells = [(label, *(of(found) for found in cards)) for label, of in _ROWS]
+    widths = [max(len(row[i]) for row in cells) for i in range(1 + len(cards))]
+    for label, *texts in cells:
+        columns = (text.rjust(width) for text, width in zip(texts, widths[1:], strict=True))
+        yield f"{label:<{widths[0]}}  {'  '.join(columns)}"
+    for refusal in dict.fromkeys(found.refusal for found in cards if found.refusal):
+        yield f"estimated, since the backend refuses it today: {refusal}"
+
+
+def _document(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey]) -> dict[str, Any]:
+    return {
+        "schema": _SCHEMA,
+        "model": str(model.artifact.identity),
+        "context": config.max_context,
+        "concurrency": config.max_concurrency,
+        "kv_dtype": "bf16" if config.kv_dtype == "auto" else config.kv_dtype,
+        "prefill_chunk": config.prefill_chunk,
+        "draft_tokens": config.draft_tokens,
+        "cards": [_card_document(found) for found in cards],
+    }
+
+
+def _card_document(found: CardSurvey) -> dict[str, Any]:
+    plan_, survey_ = found.survey.plan, found.survey
+    return {
+        "gpu": card_key(found.card),
+        "memory_bytes": found.card.total_bytes,
+        "driver_bytes": DRIVER_BYTES,
+        "weight_bytes": plan_.weight_bytes,
+        "kv_bytes": plan_.kv_bytes,
+        "kv_tokens": plan_.limits.n_pages * plan_.limits.page_tokens,
+        "state_bytes": plan_.state_bytes,
+        "workspace_bytes": plan_.workspace_bytes,
+        "snapshot_bytes": plan_.device_snapshot_bytes,
+        "graph_bytes": plan_.graph_bytes,
+        "free_bytes": survey_.left_bytes,
+        "fits": survey_.fits,
+        "largest_context": survey_.context,
+        "largest_concurrency": survey_.concurrency,
+        "auto_kv_tokens": survey_.auto_tokens,
+        "remedy": survey_.remedy,
+        "estimated": found.refusal,
+    }
