@@ -108,7 +108,8 @@ def parse_conversation(messages: Any, tools: Any = ()) -> Conversation:
 
 
 def normalise(messages: Sequence[Message]) -> list[Message]:
-    """Neighbouring system turns become one; an assistant's thinking moves out of its content."""
+    """Neighbouring system turns become one; an assistant's thinking moves out of its content; results of several calls
+    follow in the order of the calls, which is all that a template shows of whose they are."""
     merged: list[Message] = []
     for message in messages:
         if message.role == "system" and merged and merged[-1].role == "system":
@@ -116,7 +117,22 @@ def normalise(messages: Sequence[Message]) -> list[Message]:
             merged[-1] = replace(message, content="\n\n".join(texts))
             continue
         merged.append(_with_reasoning_apart(message) if message.role == "assistant" else message)
-    return merged
+    return _with_results_in_order(merged)
+
+
+def _with_results_in_order(messages: Sequence[Message]) -> list[Message]:
+    ordered: list[Message] = []
+    place_of: dict[str, int] = {}
+    begin = 0  # of the results that stand last in ``ordered``
+    for message in messages:
+        if message.role != "tool":
+            place_of = {call.call_id: i for i, call in enumerate(message.tool_calls) if call.call_id is not None}
+            begin = len(ordered) + 1
+        ordered.append(message)
+        results = ordered[begin:]
+        if len(results) > 1 and all(result.tool_call_id in place_of for result in results):
+            ordered[begin:] = sorted(results, key=lambda result: place_of[result.tool_call_id or ""])
+    return ordered
 
 
 def _with_reasoning_apart(message: Message) -> Message:

@@ -81,6 +81,18 @@ def test_given_reasoning_leaves_the_content_alone() -> None:
     assert (message.reasoning_content, message.content) == ("z", "<think>x</think>y")
 
 
+def test_results_follow_in_the_order_of_their_calls() -> None:
+    calls = [{"id": name, "function": {"name": "f", "arguments": {}}} for name in ("c1", "c2", "c3")]
+
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "content": call_id, "tool_call_id": call_id}
+
+    made = parsed(USER, assistant(*calls), result("c3"), result("c1"), result("c2"), USER, result("c2"), result("c1"))
+    assert [message.content for message in made] == ["hi", "", "c1", "c2", "c3", "hi", "c2", "c1"]
+    foreign = parsed(assistant(*calls), result("c2"), result("other"), result("c1"))
+    assert [message.content for message in foreign] == ["", "c2", "other", "c1"]
+
+
 def test_members_that_are_not_set_are_not_given_to_the_template() -> None:
     assert parsed(USER)[0].for_template() == USER
     tool = {"role": "tool", "content": "r", "tool_call_id": "c1"}
