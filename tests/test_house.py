@@ -97,7 +97,7 @@ def test_wheel_ships_three_typed_packages_three_commands_and_the_licence(tmp_pat
 def test_extras_and_the_test_group_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    assert set(extras) == {"convert", "cpu", "cuda", "serve", "media", "plots", "gguf", "all"}
+    assert set(extras) == {"convert", "cpu", "cuda", "serve", "media", "plots", "gguf", "grammar", "all"}
     base = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in project["project"]["dependencies"]}
     assert base == {"numpy", "typer", "rich", "msgpack", "zstandard"}
     assert "test" in project["dependency-groups"]

@@ -33,7 +33,9 @@ RESERVED = {
 }
 
 # what `import package` must leave alone
-HEAVY = ("torch", "cupy", "cuda", "pydantic", "transformers", "tokenizers", "huggingface_hub", "safetensors")
+HEAVY = (
+    "torch", "cupy", "cuda", "pydantic", "transformers", "tokenizers", "huggingface_hub", "safetensors", "llguidance",
+)  # fmt: skip
 
 
 def sources(package: str) -> list[Path]:

@@ -4,6 +4,7 @@ The command line, the Python API and the server read through the same reader; wh
 events and when.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -77,8 +78,9 @@ class AnswerReader:
 
     @property
     def may_force(self) -> bool:
-        """A budget is set and the thinking goes on."""
-        return self._thinking is not None and self._stream.inside_reasoning
+        """A budget is not spent, and the thinking goes on or may be taken up again beyond it."""
+        budget, stream = self._thinking, self._stream
+        return budget is not None and (stream.inside_reasoning or stream.n_reasoning_tokens >= budget.limit)
 
     def feed(self, token_id: int) -> Verdict:
         """Read one token: its events wait to be taken."""
@@ -109,6 +111,17 @@ class AnswerReader:
         if self.stop is None or reason is FinishReason.CANCELLED:
             return reason
         return FinishReason.STOP_TOKEN if self.stop.stop is None else FinishReason.STOP_STRING
+
+
+def choice_seeds(seed: int, n: int) -> list[int]:
+    """Seeds of the ``n`` answers to one request: the first has the request's own, answer ``i`` the first 8 bytes of
+    SHA-256 over the seed and ``i``, each as 8 bytes, all little-endian."""
+
+    def derived(i: int) -> int:
+        digest = hashlib.sha256(seed.to_bytes(8, "little") + i.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest[:8], "little")
+
+    return [seed, *(derived(i) for i in range(1, n))][:n]
 
 
 def reader_for(

@@ -46,7 +46,7 @@ def _types(schema: Any, definitions: Mapping[str, Any], depth: int) -> frozenset
 def _constraints(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int) -> Iterable[frozenset[str]]:
     """The non-empty type sets that the parts of one schema name; the value must satisfy each of them."""
     if (reference := schema.get("$ref")) is not None:
-        yield from _some(_types(_resolve(reference, definitions), definitions, depth))
+        yield from _some(_types(resolve(reference, definitions), definitions, depth))
     declared = schema.get("type")
     if isinstance(declared, str | list):
         names = {declared} if isinstance(declared, str) else {name for name in declared if isinstance(name, str)}
@@ -68,8 +68,8 @@ def _some(names: frozenset[str]) -> Iterable[frozenset[str]]:
     return (names,) if names else ()
 
 
-def _resolve(reference: Any, definitions: Mapping[str, Any]) -> Any:
-    """The schema a local reference names, or None."""
+def resolve(reference: Any, definitions: Mapping[str, Any]) -> Any:
+    """The schema a local reference (``#/$defs/…``) names, or None."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     node: Any = definitions
