@@ -44,7 +44,7 @@ def check_proposer(model: BoundModel, limits: ProgramLimits, options: ProgramOpt
     if options.proposer == "none":
         if limits.max_drafts or options.draft_head:
             raise UsageError(
-                f"max_drafts is {limits.max_drafts} and draft_head {options.draft_head} without a proposer"
+                f"max_drafts is {limits.max_drafts} and draft_head {options.draft_head}, but there is no proposer"
             )
         return
     if limits.max_drafts < 1:
