@@ -46,12 +46,13 @@ def write(
     *,
     n_max: int = 300,
     starts_inside: bool = False,
-    lean: Callable[[bytes], float] = lambda piece: 1.0,
+    lean: Callable[[bytes, bytes], float] = lambda before, piece: 1.0,
 ) -> Written:
-    """Draw until a stop id or ``n_max`` tokens; ``lean`` weighs a token by its bytes."""
+    """Draw until a stop id or ``n_max`` tokens; ``lean`` weighs a token by the bytes before it and its own."""
     rng = random.Random(seed)
     grammar = grammar_for(spec, tokenizer, stop_ids, starts_inside=starts_inside)
     token_ids: list[int] = []
+    before = b""
     while len(token_ids) < n_max:
         n_rows, out = row_of(grammar, tokenizer)
         ids = allowed(out[0])
@@ -61,8 +62,9 @@ def write(
         if (stops := stop_ids.intersection(ids)) and (len(stops) == len(ids) or rng.random() < 0.4):
             return Written(tuple(token_ids), tokenizer.decode(token_ids), True)
         ids = [token_id for token_id in ids if token_id not in stop_ids]
-        weights = [lean(tokenizer.token_bytes(token_id)) for token_id in ids]
+        weights = [lean(before, tokenizer.token_bytes(token_id)) for token_id in ids]
         token_ids += rng.choices(ids, weights)
+        before += tokenizer.token_bytes(token_ids[-1])
         grammar.advance(token_ids[-1])
     return Written(tuple(token_ids), tokenizer.decode(token_ids), False)
 
