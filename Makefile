@@ -25,7 +25,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) TORCH_INDEX=$(TORCH_INDEX) PYTEST_ARGS=$(PYTEST_ARGS)"
 
-setup: $(RUN_STAMP)  ## install the three commands with the CPU backend into an environment
+setup: $(RUN_STAMP)  ## install the three commands with the CPU backend and the server into an environment
 
 setup-test: $(TEST_STAMP)  ## the same with the test tools
 
@@ -72,7 +72,7 @@ $(BIN)/python:
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(PIP) install 'pip>=25.1'
 	$(PIP) install -c constraints/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install -c constraints/cpu.txt -e '.[convert,cpu]'
+	$(PIP) install -c constraints/cpu.txt -e '.[convert,cpu,serve]'
 	@touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)
