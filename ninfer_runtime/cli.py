@@ -1,4 +1,4 @@
-"""The command ``ninfer-run``: generate, chat, logits, score, calibrate, plan (specs/cli.md).
+"""The command ``ninfer-run``: generate, chat, serve, logits, score, calibrate, plan (specs/cli.md).
 
 Each function parses, calls one function of ``commands``, and returns its exit code.
 """
@@ -47,6 +47,7 @@ from ninfer_runtime.commands.flags import (
     TopP,
 )
 from ninfer_runtime.commands.parsing import positive, unsigned
+from ninfer_runtime.commands.serve_cli import serve
 
 if TYPE_CHECKING:
     from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
@@ -60,6 +61,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench)
+app.command()(serve)
 
 
 def _engine_options(

@@ -101,7 +101,9 @@ def add_other_apis(app: FastAPI, service: Service) -> None:
     for name in OPTIONAL_APIS:
         module = f"ninfer_runtime.serve.{name}"
         if find_spec(module) is not None:
-            import_module(module).add_routes(app, service)
+            add_routes = getattr(import_module(module), "add_routes", None)
+            if add_routes is not None:
+                add_routes(app, service)
 
 
 def add_info_routes(app: FastAPI, service: Service) -> None:

@@ -136,7 +136,7 @@ def prepare(service: "Service", question: Question) -> Prepared:
         if len(prompt.token_ids) >= facts.max_context:
             raise context_length_exceeded(len(prompt.token_ids), facts.max_context, question.prompt_param)
     defaults = facts.sampling[prompts[0].thinking]
-    sampling = SamplingParams.greedy() if facts.is_greedy_forced else defaults.merged(**question.sampling)
+    sampling = defaults if facts.is_greedy_forced else defaults.merged(**question.sampling)
     for token_id in (*question.stop_token_ids, *(token_id for token_id, _ in sampling.logit_bias)):
         if not 0 <= token_id < facts.n_addressable:
             raise RequestError(f"token id {token_id} does not exist, expected 0 to {facts.n_addressable - 1}")

@@ -1,9 +1,10 @@
 """How a server is started: addresses, keys, limits, defaults of requests. Validated once, frozen."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ninfer_format.errors import UsageError
 from ninfer_runtime.config import SamplingParams
@@ -11,6 +12,7 @@ from ninfer_runtime.config import SamplingParams
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
+METRIC_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_KEEPALIVE_SECONDS = 75
 
 
@@ -26,6 +28,7 @@ class ServeSettings:
     model_id             the name requests use; None: the artifact's
     default_max_tokens   output limit of a request that names none
     thinking             whether prompts ask for thinking unless the request says otherwise
+    chat_template        a file in place of the artifact's own template
     preserve_thinking    keep the thinking of earlier turns in prompts
     max_request_bytes    of a body, checked before it is parsed; ``max_depth``: of nested arrays and objects
     store_records, store_bytes   of the Responses store
@@ -44,6 +47,7 @@ class ServeSettings:
     default_max_tokens: int = 8192
     thinking: bool = True
     preserve_thinking: bool = False
+    chat_template: Path | None = None
     tolerant_tool_calls: bool = False
     max_request_bytes: int = 384 * MIB
     max_depth: int = 128
@@ -60,6 +64,10 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port is {self.port}, expected 0 to 65535")
+        if self.log_level not in get_args(LogLevel):
+            raise UsageError(f"--log-level is {self.log_level!r}, expected one of {', '.join(get_args(LogLevel))}")
+        if not METRIC_PREFIX.fullmatch(self.metrics_prefix):
+            raise UsageError(f"--metrics-prefix is {self.metrics_prefix!r}, expected letters, digits and '_'")
         if self.model_id == "":
             raise UsageError("--model-id is empty, expected a name")
         if any(not key for key in self.api_keys):
