@@ -355,15 +355,43 @@ INPUT_TOKENS: tuple[Field, ...] = (
     refused("personality", "put it into the instructions"),
 )
 
+_CACHE_MARK = Members((offered("type", OneOf(("ephemeral",)), required=True), offered("ttl", OneOf(("5m", "1h")))))
+_THINKING_CONFIG = Members(
+    (
+        offered("type", OneOf(("enabled", "adaptive", "disabled")), required=True),
+        offered("budget_tokens", _TOKENS, "Most tokens of thinking; then it is closed. Needs the type enabled."),
+        offered("display", OneOf(("summarized", "omitted")), "omitted leaves the text of thinking out."),
+    )
+)
+_OUTPUT_CONFIG = Members(
+    (
+        offered("effort", OneOf(("low", "medium", "high", "xhigh", "max")), "A level of the chat template."),
+        offered(
+            "format",
+            Members(
+                (offered("type", OneOf(("json_schema",)), required=True), offered("schema", ANYTHING, required=True))
+            ),
+            "A JSON schema the answer follows.",
+        ),
+        refused("task_budget", "use max_tokens", code="output_config_option_not_supported"),
+    )
+)
+_TOOL_CHOICE = Members(
+    (
+        offered("type", OneOf(("auto", "any", "tool", "none")), required=True),
+        offered("name", String(1), "Of the tool, with the type tool."),
+        offered("disable_parallel_tool_use", Boolean(), "true ends the answer after its first call."),
+    )
+)
 _ANTHROPIC_PROMPT = (
     offered("model", String(1), "Any name; it is echoed.", required=True),
     offered("messages", Array(1, items="messages"), "The conversation.", required=True),
     offered("system", Free({"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]}), "A text, or text blocks."),
     _TOOLS,
-    offered("tool_choice", Free({"type": "object"}), "auto, any, none or one tool."),
-    offered("thinking", Free({"type": "object"}), "enabled (with budget_tokens), adaptive or disabled."),
-    offered("output_config", Free({"type": "object"}), "effort, and format with a JSON schema."),
-    offered("cache_control", Free({"type": "object"}), "Prefixes are always cached; its form is checked."),
+    offered("tool_choice", _TOOL_CHOICE, "auto, any, none or one tool."),
+    offered("thinking", _THINKING_CONFIG, "enabled (with budget_tokens), adaptive or disabled."),
+    offered("output_config", _OUTPUT_CONFIG, "effort, and format with a JSON schema."),
+    offered("cache_control", _CACHE_MARK, "Prefixes are always cached."),
     offered("preserve_thinking", Boolean(), "Keep the thinking of earlier turns in the prompt."),
     refused("speed", "there is one speed", "standard"),
     refused("user_profile_id", "there are no profiles"),
