@@ -168,7 +168,7 @@ def shortage(backend: Backend, model: BoundModel, config: EngineConfig, plan: Me
     rows = sorted(((n, label) for label, n in plan.rows() if n and not label.startswith("host")), reverse=True)
     parts = ", ".join(f"{label} {mebibytes(n)}" for n, label in rows)
     flags = remedy(model, config, fits_on(backend, model))
-    advice = f"{flags} would fit" if flags else f"{rows[0][1]} alone leave too little; use a smaller artifact"
+    advice = f"{flags} would fit" if flags else "no flags make it fit; use a smaller artifact"
     return (
         f"the plan needs {mebibytes(plan.reserved_bytes)} on {config.device}, {mebibytes(free)} are free ({parts}); "
         f"{advice}"

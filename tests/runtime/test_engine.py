@@ -28,8 +28,8 @@ def engine(artifact_of: ArtifactOf) -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def _every_page_comes_back(engine: Engine) -> Iterator[None]:
     yield
-    assert engine._pages.n_free == engine._pages.n_pages
-    assert engine._generation is None
+    assert engine.core.pages.n_free == engine.core.pages.n_pages
+    assert engine.core.is_idle
 
 
 def tokens(engine: Engine, request: Request) -> list[int]:
@@ -117,11 +117,11 @@ def test_closed_generation_gives_everything_back(engine: Engine, n_taken: int) -
     generation = engine.generate(Request(PROMPT, GREEDY, max_new=50))
     for _ in range(n_taken):
         next(generation)
-    with pytest.raises(GenerationError, match="a generation is running"):
-        engine.generate(Request(PROMPT, GREEDY))
+    with pytest.raises(GenerationError, match="requests are running"):
+        engine.score([1, 2, 3])
     generation.close()
     generation.close()
-    assert engine._pages.n_free == engine._pages.n_pages
+    assert engine.core.pages.n_free == engine.core.pages.n_pages
     assert generation.finish is not None
     assert generation.finish.reason is FinishReason.CANCELLED
 
@@ -179,7 +179,7 @@ def test_launching_ahead_changes_nothing(
             if after is not None and len(events) == after:
                 generation.stop()
         assert generation.finish is not None
-        return [len(events), *map(hash, events)], (generation.finish.reason, engine.program.length(0))
+        return [len(events), *map(hash, events)], generation.finish.reason
 
     plain = run()
     monkeypatch.setattr(ReferenceProgram, "runs_ahead", True)
@@ -273,9 +273,11 @@ def test_text_that_cannot_be_scored_is_refused(engine: Engine) -> None:
 
 
 def test_engine_that_does_not_fit_says_by_how_much(artifact_of: ArtifactOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ninfer_runtime.backends.reference.free_memory", lambda device: 1 << 20)
-    with pytest.raises(UsageError, match=r"the plan needs \d+ MiB on cpu, 1 MiB are free .*lower --max-context"):
-        Engine.open(artifact_of("dense", "bf16"))
+    path = artifact_of("dense", "bf16")
+    for free, says in ((172, "172 MiB .*; --kv-dtype int8 would fit"), (1, "1 MiB .*; no flags make it fit")):
+        monkeypatch.setattr("ninfer_runtime.backends.reference.free_memory", lambda device, free=free: free << 20)
+        with pytest.raises(UsageError, match=r"the plan needs \d+ MiB on cpu, " + says):
+            Engine.open(path)
 
 
 def test_context_beyond_the_model_is_refused(artifact_of: ArtifactOf) -> None:
