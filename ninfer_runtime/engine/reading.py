@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ninfer_format.errors import RequestError
 from ninfer_runtime.engine.sequence import FinishReason, Forced, Verdict
-from ninfer_runtime.text.events import Event, StopHit
+from ninfer_runtime.text.events import Event, StopHit, ToolCallEnd
 from ninfer_runtime.text.reasoning import THINK_CLOSE
 from ninfer_runtime.text.stream import TextStream
 from ninfer_runtime.text.tokenizer import Tokenizer
@@ -58,12 +58,13 @@ class AnswerReader:
 
     ``feed`` runs in the engine's worker; ``take`` in any one thread, also while the worker feeds. A thinking block that
     uses up its budget is closed once, at the end of a character; its closing tokens are thinking tokens like others.
-    A block that ends by itself is left alone.
+    A block that ends by itself is left alone. With ``one_call`` the first complete tool call is the end.
     """
 
-    def __init__(self, stream: TextStream, *, thinking: ThinkingBudget | None = None) -> None:
+    def __init__(self, stream: TextStream, *, thinking: ThinkingBudget | None = None, one_call: bool = False) -> None:
         self._stream = stream
         self._thinking = thinking
+        self._one_call = one_call
         self._events: deque[Event] = deque()
 
     @property
@@ -84,9 +85,12 @@ class AnswerReader:
 
     def feed(self, token_id: int) -> Verdict:
         """Read one token: its events wait to be taken."""
-        self._events.extend(self._stream.feed([token_id]))
+        events = self._stream.feed([token_id])
+        self._events.extend(events)
         if self._stream.stop is not None:
             return self.reason(FinishReason.STOP_TOKEN)
+        if self._one_call and any(type(event) is ToolCallEnd for event in events):
+            return FinishReason.STOP_TOKEN
         budget = self._thinking
         if budget is None or not self._stream.inside_reasoning or self._stream.inside_character:
             return None
@@ -134,12 +138,14 @@ def reader_for(
     include_stop: bool = False,
     raw: bool = False,
     tolerant_tool_calls: bool = False,
+    one_call: bool = False,
     max_thinking: int | None = None,
     closing_phrase: str = "",
     call_id: Callable[[], str] = new_call_id,
 ) -> AnswerReader:
     """The reader of one answer to ``prompt``; RequestError for an empty stop string or a budget below 1.
 
+    one_call        the first complete tool call ends the answer
     max_thinking    thinking tokens before the block is closed, None: no limit
     closing_phrase  said before the closing tag when that happens
     """
@@ -150,4 +156,4 @@ def reader_for(
     thinking = None
     if max_thinking is not None:
         thinking = ThinkingBudget.of(frontend.tokenizer, max_thinking, closing_phrase)
-    return AnswerReader(frontend.stream(options, call_id), thinking=thinking)
+    return AnswerReader(frontend.stream(options, call_id), thinking=thinking, one_call=one_call)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ninfer_format.errors import NinferError
+from ninfer_runtime.engine.asking import answers_to
 from ninfer_runtime.engine.sequence import Finish, FinishReason, Request, Reuse, TokenEvent
 from ninfer_runtime.serve.errors import ApiError
-from ninfer_runtime.serve.question import Prepared, anchors_of, reader_of, seeds_of, stop_ids_of
+from ninfer_runtime.serve.question import Prepared, wanted_of
 from ninfer_runtime.serve.reader import ChoiceReader, Drawn
 from ninfer_runtime.text.events import ContentText, Event, ReasoningText, StopHit, ToolCallArguments, ToolCallEnd
+from ninfer_runtime.text.messages import Conversation
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.handle import Handle
@@ -273,29 +275,13 @@ def joined_events(events: Sequence[Event]) -> list[Event]:
 def engine_requests(service: "Service", prepared: Prepared) -> list[tuple[Request, ChoiceReader]]:
     """What the engine is asked, with who reads it: all answers of the first prompt first. Blocks: a grammar may take
     its time to compile."""
-    from ninfer_runtime.serve.structured import grammars_of
-
-    question, sampling = prepared.question, prepared.sampling
-    stop_ids = stop_ids_of(service, question)
+    question, wanted = prepared.question, wanted_of(service, prepared)
+    conversation = question.conversation or Conversation(())
     requests = []
     for prompt in prepared.prompts:
-        anchors = anchors_of(prompt, question.cache_salt)
-        grammars = grammars_of(service, question, prompt, stop_ids)
-        for seed, grammar in zip(seeds_of(sampling.seed, question.n), grammars, strict=True):
-            inner = reader_of(service, question, prompt)
-            keep_drawn = question.n_top_logprobs is not None
-            reader = ChoiceReader(inner, keep_drawn=keep_drawn, one_call=question.one_call)
-            request = Request(
-                prompt.token_ids,
-                replace(sampling, seed=seed),
-                prepared.max_new,
-                stop_ids,
-                n_top_logprobs=question.n_top_logprobs,
-                reader=reader,
-                grammar=grammar,
-                anchors=anchors,
-            )
-            requests.append((request, reader))
+        for asked in answers_to(service.frontend, prompt, conversation, wanted):
+            reader = ChoiceReader(asked.reader, keep_drawn=question.n_top_logprobs is not None)
+            requests.append((replace(asked.request, reader=reader), reader))
     return requests
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ninfer_format.errors import MemberError, VisionDisabledError
+from ninfer_runtime.engine.asking import ToolChoice
 from ninfer_runtime.serve.errors import ApiError
 from ninfer_runtime.serve.fields import Values, read_rows
 from ninfer_runtime.serve.item_fields import BLOCKS, BLOCKS_OF_ROLE, MEDIA_BLOCKS, TEXT_BLOCK, TOOL, TURN, read_typed
 from ninfer_runtime.serve.kinds import wrong
-from ninfer_runtime.serve.question import ToolChoice
 from ninfer_runtime.serve.responses_items import add_tool
 from ninfer_runtime.text.messages import Conversation, Message, ToolCall, normalise
 

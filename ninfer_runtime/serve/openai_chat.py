@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ninfer_format.errors import MemberError
+from ninfer_runtime.engine.asking import ToolChoice
 from ninfer_runtime.serve.answering import Answers, Piece
 from ninfer_runtime.serve.errors import ApiError, Dialect, Problem
 from ninfer_runtime.serve.fields import Values
@@ -18,7 +19,7 @@ from ninfer_runtime.serve.openai_words import (
     stop_text,
     usage_of,
 )
-from ninfer_runtime.serve.question import Question, ToolChoice, log_fields_of, sampling_of, thinking_of
+from ninfer_runtime.serve.question import Question, log_fields_of, sampling_of, thinking_of
 from ninfer_runtime.serve.reader import Drawn
 from ninfer_runtime.serve.sse import DONE, KEEP_ALIVE, compact_json, data_frame
 from ninfer_runtime.text.events import ContentText, Event, ReasoningText, ToolCallArguments, ToolCallStart

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ninfer_format.errors import NinferError
+from ninfer_runtime.engine.asking import ToolChoice
 from ninfer_runtime.engine.sequence import FinishReason
 from ninfer_runtime.serve import fields
 from ninfer_runtime.serve.answering import Answers, Ending, Piece
@@ -16,7 +17,7 @@ from ninfer_runtime.serve.kinds import shown, wrong
 from ninfer_runtime.serve.limits import read_json
 from ninfer_runtime.serve.openai_chat import tool_choice_of
 from ninfer_runtime.serve.openai_words import format_of, logprob_entries
-from ninfer_runtime.serve.question import Question, ToolChoice, log_fields_of, render, sampling_of, thinking_of
+from ninfer_runtime.serve.question import Question, log_fields_of, render, sampling_of, thinking_of
 from ninfer_runtime.serve.responses_items import Item, conversation_of, new_id, read_input, read_tools
 from ninfer_runtime.serve.responses_output import Frame, Logprobs, OutputItems
 from ninfer_runtime.serve.responses_store import ResponseStore, Stored, invalid_pagination, n_bytes_of, page_of

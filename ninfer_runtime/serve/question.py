@@ -1,13 +1,12 @@
 """A request of any API in one form, and its preparation: prompt, sampling, engine requests, refusals."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ninfer_format.errors import RequestError
 from ninfer_runtime.config import SamplingParams
-from ninfer_runtime.engine.sequence import Anchors
+from ninfer_runtime.engine.asking import ToolChoice, Wanted, text_prompt
 from ninfer_runtime.serve.errors import ApiError, context_length_exceeded
 from ninfer_runtime.serve.fields import Api, Values
 from ninfer_runtime.serve.kinds import Number, wrong
@@ -15,19 +14,8 @@ from ninfer_runtime.text.frontend import Prompt
 from ninfer_runtime.text.messages import Conversation
 
 if TYPE_CHECKING:
-    from ninfer_runtime.engine.reading import AnswerReader
     from ninfer_runtime.serve.service import Service
     from ninfer_runtime.text.grammar import GrammarSpec
-
-ToolMode = Literal["none", "auto", "required", "named"]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """What the model may do with the tools: nothing, anything, call at least one, call the one named."""
-
-    mode: ToolMode = "auto"
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +80,7 @@ class Prepared:
 def render(service: "Service", question: Question) -> tuple[Prompt, ...]:
     """The prompts of a question; ApiError or RequestError where the template cannot do what is asked. Blocks."""
     if question.conversation is None:
-        tokenizer = service.frontend.tokenizer
-        return tuple(
-            Prompt(text, tuple(tokenizer.encode_segments(tokenizer.split(text))), False, False)
-            if isinstance(text, str)
-            else Prompt("", text, False, False)
-            for text in question.texts
-        )
+        return tuple(text_prompt(service.frontend, text) for text in question.texts)
     conversation, capabilities = question.conversation, service.frontend.template.capabilities
     thinking = question.thinking
     if thinking is None:
@@ -137,11 +119,30 @@ def prepare(service: "Service", question: Question) -> Prepared:
             raise context_length_exceeded(len(prompt.token_ids), facts.max_context, question.prompt_param)
     defaults = facts.sampling[prompts[0].thinking]
     sampling = defaults if facts.is_greedy_forced else defaults.merged(**question.sampling)
-    for token_id in (*question.stop_token_ids, *(token_id for token_id, _ in sampling.logit_bias)):
-        if not 0 <= token_id < facts.n_addressable:
-            raise RequestError(f"token id {token_id} does not exist, expected 0 to {facts.n_addressable - 1}")
     max_new = question.max_new or service.settings.default_max_tokens
     return Prepared(question, prompts, sampling, max_new, time.perf_counter() - started)
+
+
+def wanted_of(service: "Service", prepared: Prepared) -> Wanted:
+    """What the engine is asked of each prompt."""
+    question = prepared.question
+    return Wanted(
+        sampling=prepared.sampling,
+        max_new=prepared.max_new,
+        n=question.n,
+        stops=question.stops,
+        include_stop=question.include_stop,
+        stop_token_ids=question.stop_token_ids,
+        ignore_eos=question.ignore_eos,
+        n_top_logprobs=question.n_top_logprobs,
+        form=question.grammar,
+        tool_choice=question.tool_choice,
+        one_call=question.one_call,
+        max_thinking=question.thinking_budget if prepared.prompts[0].thinking else None,
+        raw=question.conversation is None,
+        tolerant_tool_calls=service.settings.tolerant_tool_calls,
+        cache_salt=question.cache_salt,
+    )
 
 
 # ---- reading fields that several APIs spell alike -----------------------------------------------
@@ -199,41 +200,3 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if not key.isascii() or not key.isdigit() or len(key) > 10:
             raise ApiError(f"logit_bias names {key[:40]!r}, expected token ids", param="logit_bias")
     return tuple((int(key), kind.read(bias, f"logit_bias.{key}")) for key, bias in value.items())
-
-
-def reader_of(service: "Service", question: Question, prompt: Prompt) -> "AnswerReader":
-    """The reader of one answer."""
-    from ninfer_runtime.engine.reading import reader_for
-
-    conversation, is_text = question.conversation, question.conversation is None
-    if conversation is None or question.tool_choice.mode == "none":
-        conversation = Conversation(conversation.messages if conversation else ())
-    return reader_for(
-        service.frontend,
-        prompt,
-        conversation,
-        stops=question.stops,
-        include_stop=question.include_stop,
-        raw=is_text,
-        tolerant_tool_calls=service.settings.tolerant_tool_calls,
-        max_thinking=question.thinking_budget if prompt.thinking else None,
-    )
-
-
-def anchors_of(prompt: Prompt, salt: str) -> Anchors:
-    """Where the prompt's prefix may be reused; requests with different salts share nothing."""
-    anchors: Anchors = getattr(prompt, "anchors", Anchors())
-    return replace(anchors, key=anchors.key + b"\0" + salt.encode("utf-8", "surrogatepass")) if salt else anchors
-
-
-def stop_ids_of(service: "Service", question: Question) -> frozenset[int]:
-    """Ids that end an answer."""
-    own = frozenset(question.stop_token_ids)
-    return own if question.ignore_eos else own | service.frontend.generation.stop_ids
-
-
-def seeds_of(seed: int | None, n: int) -> Sequence[int | None]:
-    """One seed per answer: the first has the request's own, the others follow from it."""
-    from ninfer_runtime.engine.reading import choice_seeds
-
-    return [None] * n if seed is None else choice_seeds(seed, n)

@@ -1,11 +1,11 @@
-"""The reader of one served answer: the text chain, the tokens it was read from, and an end after the first call."""
+"""The reader of one served answer: the text chain, and the tokens it was read from."""
 
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ninfer_runtime.engine.sequence import FinishReason, TokenEvent, Verdict
-from ninfer_runtime.text.events import Event, StopHit, ToolCallEnd
+from ninfer_runtime.text.events import Event, StopHit
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.reading import AnswerReader
@@ -20,29 +20,22 @@ class Drawn:
 
 
 class ChoiceReader:
-    """An ``AnswerReader`` that also knows, if asked, which tokens were thinking, and ends after one call if told to."""
+    """An ``AnswerReader`` that also knows, if asked, which tokens were thinking."""
 
-    __slots__ = ("_inner", "_keep_drawn", "_one_call", "_thinking", "_waiting")
+    __slots__ = ("_inner", "_keep_drawn", "_thinking")
 
-    def __init__(self, inner: "AnswerReader", *, keep_drawn: bool = False, one_call: bool = False) -> None:
+    def __init__(self, inner: "AnswerReader", *, keep_drawn: bool = False) -> None:
         self._inner = inner
         self._keep_drawn = keep_drawn
-        self._one_call = one_call
         self._thinking: deque[bool] = deque()
-        self._waiting: list[Event] = []
 
     def feed(self, token_id: int) -> Verdict:
         """In the worker, for every token that is no stop id."""
-        if not self._keep_drawn and not self._one_call:
+        if not self._keep_drawn:
             return self._inner.feed(token_id)
         before = self._inner.n_reasoning_tokens
         verdict = self._inner.feed(token_id)
-        if self._keep_drawn:
-            self._thinking.append(self._inner.n_reasoning_tokens > before)
-        if self._one_call:
-            self._waiting += self._inner.take()
-            if verdict is None and any(type(event) is ToolCallEnd for event in self._waiting):
-                return FinishReason.STOP_TOKEN
+        self._thinking.append(self._inner.n_reasoning_tokens > before)
         return verdict
 
     @property
@@ -52,14 +45,11 @@ class ChoiceReader:
 
     def take(self) -> list[Event]:
         """Events since the last take."""
-        if not self._one_call:
-            return self._inner.take()
-        events, self._waiting = self._waiting, []
-        return events
+        return self._inner.take()
 
     def flush(self) -> list[Event]:
         """The rest, once."""
-        return self.take() + self._inner.flush()
+        return self._inner.flush()
 
     def drawn(self, tokens: tuple[TokenEvent, ...]) -> tuple[Drawn, ...]:
         """The tokens of one step as they were read; () unless they are kept."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ninfer_format.errors import MemberError, VisionDisabledError
+from ninfer_runtime.engine.asking import ToolChoice
 from ninfer_runtime.serve.anthropic import Blocks
 from ninfer_runtime.serve.anthropic_blocks import conversation_of, read_tools, tool_choice_of
 from ninfer_runtime.serve.errors import ApiError, problem_of
-from ninfer_runtime.serve.question import ToolChoice
 from ninfer_runtime.text.messages import Message, ToolCall
 from ninfer_runtime.text.stream import StreamOptions
 from tests.property.model_outputs import TOOLS, model_outputs
