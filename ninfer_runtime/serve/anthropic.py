@@ -149,6 +149,8 @@ class Blocks:
         self._hides_thinking = hides_thinking
         self._keeps_failed = keeps_failed
         self._open: _Block | None = None
+        self._named: _Block | None = None
+        """A call whose input has not begun. It is announced with its input: without any, clients take it for {}."""
 
     def feed(self, events: Iterable[Event]) -> bytes:
         """Frames of these events."""
@@ -163,12 +165,17 @@ class Blocks:
                     self._ensure("text", frames)
                     self._delta(frames, text, {"type": "text_delta", "text": text})
                 case ToolCallStart(_, call_id, name):
-                    self._close(frames)
-                    self._begin(_Block("tool_use", [], "toolu_" + call_id.removeprefix("call_"), name), frames)
+                    self._named = _Block("tool_use", [], "toolu_" + call_id.removeprefix("call_"), name)
                 case ToolCallArguments(_, fragment):
+                    if self._named is not None:
+                        self._close(frames)
+                        self._begin(self._named, frames)
+                        self._named = None
                     self._delta(frames, fragment, {"type": "input_json_delta", "partial_json": fragment})
                 case ToolCallEnd():
                     self._close(frames)
+                case ToolCallFailed() if self._named is not None:
+                    self._named = None
                 case ToolCallFailed():
                     self._close(frames)
                     if not self._keeps_failed:

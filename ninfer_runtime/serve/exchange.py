@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import Response
 
 from ninfer_format.errors import NinferError
-from ninfer_runtime.serve.answering import Answers, ClientGoneError, Piece
+from ninfer_runtime.serve.answering import Answers, ClientGoneError, Piece, joined
 from ninfer_runtime.serve.errors import Dialect, Problem, problem_of
 from ninfer_runtime.serve.question import Question
 from ninfer_runtime.serve.sse import STREAM_HEADERS, Receive, Scope, Send
@@ -43,7 +43,7 @@ class Writer(Protocol):
         """Frames that end a stream which cannot go on."""
 
     def document(self, pieces: list[Piece]) -> dict[str, Any] | bytes:
-        """The body of a whole answer; ``pieces`` has all of them."""
+        """The body of a whole answer; ``pieces`` has one per answer."""
 
 
 WriterOf = Callable[[Answers], Writer]
@@ -123,7 +123,7 @@ class AnswerResponse(Response):
         pieces = await answers.news()
         while not answers.is_done:
             pieces += await answers.news()
-        document = writer.document(pieces)
+        document = writer.document(joined(pieces))
         body = document if isinstance(document, bytes) else encoded(document)
         await send_bytes(send, 200, body)
 

@@ -104,7 +104,7 @@ def test_a_nullable_string_streams_once_it_cannot_be_null() -> None:
     assert ToolCallArguments(0, '"number') in events
 
 
-def test_string_values_are_byte_exact_except_one_newline_each_side() -> None:
+def test_d9_string_values_are_byte_exact_except_one_newline_each_side() -> None:
     code = "    def f():\n\treturn '\\n'  # \"x\" </b> 🙂\n\n"
     assert value(code, {"type": "string"}) == code
     assert value("", {"type": "string"}) == ""
@@ -145,7 +145,7 @@ LADDER: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "expected"), LADDER, ids=[json.dumps(row[0]) for row in LADDER])
-def test_values_take_the_type_their_schema_names(schema: Any, expected: list[Any]) -> None:
+def test_d6_d8_values_take_the_type_their_schema_names(schema: Any, expected: list[Any]) -> None:
     found = [value(text, schema) for text in TEXTS]
     assert found == expected
     assert [type(item) for item in found] == [type(item) for item in expected]
