@@ -80,12 +80,12 @@ class HttpServer(uvicorn.Server):
             LOG.info("listening on %s", url_of(bound))
 
 
-def run(service: Service, bound: socket.socket) -> int:
+def run(service: Service, bound: socket.socket, server_of: type[HttpServer] = HttpServer) -> int:
     """Serve until a signal or a fault; the exit code."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        HttpServer(service).run([bound])
+        server_of(service).run([bound])
     finally:
         sys.setswitchinterval(before)
         bound.close()
