@@ -1,17 +1,16 @@
 """One generation from request to reply, shown while it grows; Ctrl-C ends it at the next token."""
 
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from ninfer_runtime.engine.sequence import Finish, FinishReason, Request
+from ninfer_runtime.engine.asking import Asked
+from ninfer_runtime.engine.interrupts import cancel_on_interrupt
+from ninfer_runtime.engine.sequence import Finish, FinishReason
 from ninfer_runtime.text.events import ContentText, Event, ReasoningText
-from ninfer_runtime.text.stream import Reply, TextStream, join
+from ninfer_runtime.text.stream import Reply, join
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.engine import Engine
@@ -66,7 +65,7 @@ class Console:
             self._err_ends_line = True
 
 
-def run_answer(engine: "Engine", request: Request, stream: TextStream, show: Callable[[list[Event]], None]) -> Answer:
+def run_answer(engine: "Engine", asked: Asked, show: Callable[[list[Event]], None]) -> Answer:
     """Generate, read and show one answer. An interrupt ends it as cancelled, with what there is."""
     events: list[Event] = []
     token_ids: list[int] = []
@@ -75,36 +74,13 @@ def run_answer(engine: "Engine", request: Request, stream: TextStream, show: Cal
         events.extend(new)
         show(new)
 
-    with closing(engine.generate(request)) as generation:
+    reader = asked.reader
+    with closing(engine.generate(asked.request)) as generation:
         with cancel_on_interrupt(generation.cancel):
             for token in generation:
                 token_ids.append(token.token_id)
-                if not token.is_stop:
-                    take(stream.feed([token.token_id]))
-                if (hit := stream.stop) is not None:
-                    generation.stop(FinishReason.STOP_STRING if hit.stop is not None else FinishReason.STOP_TOKEN)
-        take(stream.flush())
+                take(reader.take())
+        take(reader.flush())
         finish = generation.finish
     assert finish is not None, "an exhausted generation has finished"
-    reply, reason = join(events), finish.reason
-    if reply.stop is not None and reason is not FinishReason.CANCELLED:
-        reason = FinishReason.STOP_STRING if reply.stop.stop is not None else FinishReason.STOP_TOKEN
-    return Answer(reply, tuple(token_ids), stream.n_reasoning_tokens, finish, reason)
-
-
-@contextmanager
-def cancel_on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT calls ``cancel``, a second one interrupts at once. Only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        cancel()
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return Answer(join(events), tuple(token_ids), reader.n_reasoning_tokens, finish, reader.reason(finish.reason))

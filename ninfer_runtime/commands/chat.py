@@ -5,7 +5,7 @@ import time
 
 from ninfer_format.errors import GenerationError, RequestError, UsageError
 from ninfer_runtime.commands.answer import Answer, Console, run_answer
-from ninfer_runtime.commands.generate import request_of, say_notes, stream_options_of
+from ninfer_runtime.commands.generate import asked_of, say_notes
 from ninfer_runtime.commands.options import AnswerOptions, EngineOptions, SamplingOptions
 from ninfer_runtime.commands.parsing import as_text
 from ninfer_runtime.commands.report import answer_rows, say, say_rows, start_rows
@@ -37,8 +37,8 @@ def check_options(session: Session, sampling_options: SamplingOptions, options: 
     """Refuse what could never work before the engine starts, with a one-word conversation."""
     conversation = Conversation.of_prompt("?")
     prompt = session.frontend.prompt(conversation, thinking=options.thinking, reasoning_effort=options.reasoning_effort)
-    request_of(session, prompt, resolve_sampling(session, sampling_options, thinking=prompt.thinking), options)
-    session.frontend.stream(stream_options_of(session, prompt, conversation, options))
+    sampling = resolve_sampling(session, sampling_options, thinking=prompt.thinking)
+    asked_of(session, prompt, conversation, sampling, options)
 
 
 class _Chat:
@@ -92,24 +92,24 @@ class _Chat:
 
     def _answer(self, text: str) -> None:
         session, options = self._session, self._options
-        asked = [*self._history, Message("user", text)]
+        messages = [*self._history, Message("user", text)]
         started = time.perf_counter()
-        conversation = Conversation(tuple(asked))
+        conversation = Conversation(tuple(messages))
         prompt = session.frontend.prompt(
             conversation, thinking=options.thinking, reasoning_effort=options.reasoning_effort
         )
         prepare_seconds = time.perf_counter() - started
         sampling = resolve_sampling(session, self._sampling_options, thinking=prompt.thinking)
-        request = request_of(session, prompt, sampling, options)
-        request.check(session.frontend.tokenizer.n_addressable, session.vocab_rows, self._engine.config.max_context)
-        stream = session.frontend.stream(stream_options_of(session, prompt, conversation, options))
+        asked = asked_of(session, prompt, conversation, sampling, options)
+        request, n_ids = asked.request, session.frontend.tokenizer.n_addressable
+        request.check(n_ids, session.vocab_rows, self._engine.config.max_context)
         console = Console()
         try:
-            answer = run_answer(self._engine, request, stream, console.show)
+            answer = run_answer(self._engine, asked, console.show)
         finally:
             console.close()
         self._interrupted = answer.reason is FinishReason.CANCELLED
-        self._history = [*asked, _as_message(answer)]
+        self._history = [*messages, _as_message(answer)]
         if options.print_token_ids:
             say("token ids: " + ",".join(map(str, answer.token_ids)))
         if self._statistics:

@@ -69,6 +69,22 @@ StopTokenId = Annotated[
     list[int] | None,
     typer.Option("--stop-token-id", parser=unsigned, metavar="N", help="A further id that ends it; repeatable."),
 ]
+MaxThinking = Annotated[
+    int | None,
+    typer.Option("--max-thinking", parser=positive, metavar="N", help="Thinking tokens before it is closed.  [no end]"),
+]
+JsonSchemaFile = Annotated[
+    str | None, typer.Option("--json-schema", metavar="FILE", help="The answer is JSON of this schema; - reads stdin.")
+]
+RegexPattern = Annotated[
+    str | None, typer.Option("--regex", metavar="PATTERN", help="The whole answer matches this pattern.")
+]
+ChoiceTexts = Annotated[
+    list[str] | None, typer.Option("--choice", metavar="TEXT", help="The answer is one of these; repeatable.")
+]
+GrammarFile = Annotated[
+    str | None, typer.Option("--grammar", metavar="FILE", help="The answer follows this Lark grammar; - reads stdin.")
+]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Ask for the answer without thinking.")]
 Effort = Annotated[
     str | None, typer.Option("--reasoning-effort", metavar="LEVEL", help="How much to think, if the template knows.")

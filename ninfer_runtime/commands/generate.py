@@ -13,10 +13,10 @@ from ninfer_runtime.commands.report import answer_json, answer_rows, say, say_ro
 from ninfer_runtime.commands.sampling_defaults import resolve_sampling
 from ninfer_runtime.commands.session import Session, open_session
 from ninfer_runtime.config import SamplingParams
-from ninfer_runtime.engine.sequence import FinishReason, Request
+from ninfer_runtime.engine.asking import Asked, Wanted, answers_to
+from ninfer_runtime.engine.sequence import FinishReason
 from ninfer_runtime.text.frontend import Prompt
 from ninfer_runtime.text.messages import Conversation, parse_message_file
-from ninfer_runtime.text.stream import StreamOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,20 @@ def generate(
         prompt = prompt_of(session, conversation, ids, options)
         prepare_seconds = time.perf_counter() - started
         sampling = resolve_sampling(session, sampling_options, thinking=prompt.thinking)
-        request = request_of(session, prompt, sampling, options)
         config = session.engine_config()
-        request.check(session.frontend.tokenizer.n_addressable, session.vocab_rows, config.max_context)
         # The document lists calls; as text, the answer is shown as the model wrote it.
-        shown = conversation if as_json else Conversation(conversation.messages)
-        stream = session.frontend.stream(stream_options_of(session, prompt, shown, options))
+        asked = asked_of(session, prompt, conversation, sampling, options, read_calls=as_json)
+        asked.request.check(session.frontend.tokenizer.n_addressable, session.vocab_rows, config.max_context)
         say_notes(session)
         with session.engine(config) as engine:
             say_rows(start_rows(session, config, engine))
             if as_json:
-                answer = run_answer(engine, request, stream, lambda events: None)
+                answer = run_answer(engine, asked, lambda events: None)
                 sys.stdout.write(json.dumps(answer_json(answer, session, sampling, prepare_seconds), indent=2) + "\n")
             else:
                 console = Console()
                 try:
-                    answer = run_answer(engine, request, stream, console.show)
+                    answer = run_answer(engine, asked, console.show)
                 finally:
                     console.close()
         if options.print_token_ids:
@@ -95,25 +93,35 @@ def prompt_of(
     return Prompt("", ids, session.frontend.ends_inside(ids), options.thinking)
 
 
-def request_of(session: Session, prompt: Prompt, sampling: SamplingParams, options: AnswerOptions) -> Request:
-    """The engine's request. UsageError for stop ids outside the vocabulary."""
-    tokenizer, generation = session.frontend.tokenizer, session.frontend.generation
+def asked_of(
+    session: Session,
+    prompt: Prompt,
+    conversation: Conversation,
+    sampling: SamplingParams,
+    options: AnswerOptions,
+    *,
+    read_calls: bool = True,
+) -> Asked:
+    """The engine's request and its reader. UsageError for stop ids outside the vocabulary, RequestError for a form that
+    cannot be followed."""
+    n_ids = session.frontend.tokenizer.n_addressable
     for token_id in options.stop_token_ids:
-        if token_id >= tokenizer.n_addressable:
-            raise UsageError(f"--stop-token-id {token_id}: expected an id from 0 to {tokenizer.n_addressable - 1}")
-    stop_ids = frozenset(options.stop_token_ids)
-    if not options.ignore_eos:
-        stop_ids |= generation.stop_ids
-    return Request(prompt.token_ids, sampling, options.max_new, stop_ids)
-
-
-def stream_options_of(
-    session: Session, prompt: Prompt, conversation: Conversation, options: AnswerOptions
-) -> StreamOptions:
-    """How to read the answer; calls are read when the conversation has tools."""
-    return session.frontend.stream_options(
-        prompt, conversation, stops=options.stops, reasoning_stops=options.reasoning_stops, raw=options.raw_output
+        if token_id >= n_ids:
+            raise UsageError(f"--stop-token-id {token_id}: expected an id from 0 to {n_ids - 1}")
+    wanted = Wanted(
+        sampling,
+        options.max_new,
+        stops=options.stops,
+        reasoning_stops=options.reasoning_stops,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        form=options.form,
+        max_thinking=options.max_thinking,
+        raw=options.raw_output,
+        read_calls=read_calls,
     )
+    (asked,) = answers_to(session.frontend, prompt, conversation, wanted)
+    return asked
 
 
 def say_notes(session: Session) -> None:

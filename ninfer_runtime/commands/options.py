@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ninfer_format.errors import UsageError
 from ninfer_runtime.config import Acceptance, Dtype, EngineConfig, KvCapacity, KvDtype, Proposer
+
+if TYPE_CHECKING:
+    from ninfer_runtime.text.grammar import GrammarSpec
 
 SERVED_CONTEXT = 8192
 
@@ -98,7 +101,11 @@ class AnswerOptions:
     raw_output: bool = False
     print_token_ids: bool = False
     ignore_eos: bool = False
+    max_thinking: int | None = None
+    form: "GrammarSpec | None" = None
 
     def __post_init__(self) -> None:
+        if self.raw_output and self.max_thinking is not None:
+            raise UsageError("--raw-output does not tell thinking apart; leave out --max-thinking")
         if self.raw_output and self.reasoning_stops:
             raise UsageError("--raw-output does not tell thinking apart; leave out --reasoning-stop")

@@ -45,6 +45,7 @@ class Wanted:
     n_top_logprobs    as in ``Request``
     form              what the answer must look like, None: whatever it wants
     tool_choice       which calls may or must be made;  ``one_call``: end after the first
+    read_calls        calls are told apart from the text; False: they are text as the model wrote them
     max_thinking      thinking tokens before the block is closed, with ``closing_phrase`` before the tag
     raw               control tokens and tags are shown, and nothing is told apart
     cache_salt        requests with different ones share no prefix
@@ -63,6 +64,7 @@ class Wanted:
     form: "GrammarSpec | None" = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     one_call: bool = False
+    read_calls: bool = True
     max_thinking: int | None = None
     closing_phrase: str = ""
     raw: bool = False
@@ -99,6 +101,8 @@ def answers_to(
     if wanted.tool_choice.mode == "none":
         conversation = replace(conversation, tools=())
     form = form_of(conversation.tools, wanted)
+    if not wanted.read_calls:
+        conversation = replace(conversation, tools=())
     seed, anchors = wanted.sampling.seed, _salted(prompt.anchors, wanted.cache_salt)
     asked = []
     for own in [None] * wanted.n if seed is None else choice_seeds(seed, wanted.n):

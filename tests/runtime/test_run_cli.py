@@ -14,6 +14,7 @@ from ninfer_format import Artifact
 from ninfer_runtime.commands.options import EngineOptions, SamplingOptions
 from ninfer_runtime.commands.sampling_defaults import resolve_sampling
 from ninfer_runtime.commands.session import Session, open_session
+from ninfer_runtime.engine import asking
 from ninfer_runtime.engine import engine as engine_module
 from ninfer_runtime.text.frontend import Frontend
 from ninfer_runtime.text.messages import Conversation
@@ -293,10 +294,8 @@ def test_defaults_follow_the_generation_config_of_a_custom_artifact(model: Path)
 
 
 def test_defaults_of_a_published_model_follow_the_mode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ninfer_runtime.commands import sampling_defaults
-
     with open_session(EngineOptions(model)) as session:
-        monkeypatch.setattr(sampling_defaults, "PUBLISHED", {session.artifact.identity: None})
+        monkeypatch.setattr(asking, "PUBLISHED", {session.artifact.identity: None})
         thinking = resolve_sampling(session, SamplingOptions(), thinking=True)
         plain = resolve_sampling(session, SamplingOptions(), thinking=False)
     assert (thinking.temperature, thinking.top_p, thinking.presence_penalty) == (1.0, 0.95, 0.0)
