@@ -117,7 +117,7 @@ class Lab:
             "n_tokens": n_tokens, "start": start, "positions": self.put(positions), "pages": self.put(self.pages),
             "qk": self.qk, "qk_stride": self.stride, "gv": self.gv, "gv_stride": self.stride, "q_norm": self.norm,
             "k_norm": self.norm, "rope": self.rope, "out": self.out, "out_stride": 24 * HEAD_DIM,
-            "workspace": self.allocate(attention_prefill.workspace_bytes(self.geometry, self.device.n_sms)),
+            "workspace": self.allocate(attention_prefill.workspace_bytes(self.geometry, self.device.n_sms, n_tokens)),
         }  # fmt: skip
         op = attention_prefill.AttentionPrefill(self.device, self.geometry)
 

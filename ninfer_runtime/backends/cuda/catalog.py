@@ -34,7 +34,14 @@ from ninfer_runtime.backends.cuda.sass import Loop, main_loop
 from ninfer_runtime.config import KvDtype
 from ninfer_runtime.models.binder import BoundModel
 
-KV_DTYPES: tuple[KvDtype, ...] = ("int8", "bf16")
+KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
+    ("int8", True),
+    ("int8", False),
+    ("fp6", True),
+    ("fp6", False),
+    ("bf16", False),
+)
+"""Formats of keys and values, with and without the rotation in front of them."""
 LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
 """Of the planned programs: every number of rows and columns a round can have."""
 BUDGET_FILE = Path(__file__).parent / "tuning" / "registers.json"
@@ -68,8 +75,9 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
     users: dict[KernelSpec, list[str]] = {}
     for name in MODELS:
         model = planned_model(name)
-        for card, dtype in product(cards, KV_DTYPES):
-            for spec in program_specs(model, card.as_device(), LIMITS, ProgramOptions(kv_dtype=dtype)):
+        for card, (dtype, rotation) in product(cards, KV_STORAGES):
+            options = ProgramOptions(kv_dtype=dtype, kv_rotation=rotation)
+            for spec in program_specs(model, card.as_device(), LIMITS, options):
                 users.setdefault(spec, []).append(name)
     for spec in probes.specs():
         users.setdefault(spec, [])

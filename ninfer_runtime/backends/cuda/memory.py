@@ -134,7 +134,7 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     spec, text = model.spec, model.spec.text
     kv_storage = kv_format("bf16" if options.kv_dtype == "auto" else options.kv_dtype)
     gdn = gdn_geometry(text, spec.norm_eps)
-    attention = attention_geometry(spec, kv_storage)
+    attention = attention_geometry(spec, kv_storage, rotation=options.kv_rotation)
     weights = plan_weights(model, taker)
     states = GdnStateLayout(gdn)
     kv = KvLayout(len(spec.attention_layers), text.n_kv_heads, limits.n_pages, kv_storage)
@@ -188,7 +188,8 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
         page_pairs=take("workspace/page_pairs", 8 * limits.n_pages),
         attention_workspace=take("workspace/attention", attention_bytes),
         attention_prefill_workspace=take(
-            "workspace/attention_prefill", attention_prefill.workspace_bytes(attention, device.n_sms)
+            "workspace/attention_prefill",
+            attention_prefill.workspace_bytes(attention, device.n_sms, limits.prefill_chunk),
         ),
         gdn_prefill_workspace=take("workspace/gdn_prefill", gdn_prefill.workspace_bytes(gdn, limits.prefill_chunk)),
         linear_large_workspace=take("workspace/linear_large", linear_large.workspace_bytes(device)),

@@ -1,14 +1,16 @@
 """A pool, a layer's vectors and random projections for the attention operators, on the emulator or on a card.
 
-The oracle: norm, rotation and softmax in float32 as in ``backends/reference``, the INT8 codec in numpy from its text in
-``specs/kernels.md``. Keys and values that attention should see are read back from the pool, so that a code that fell
-on the other side of a tie counts once, in the comparison of the pool.
+The oracle: norm, rotation and softmax in float32 as in ``backends/reference``, codecs of ``backends/kv_numeric.py``.
+FP6 codes are numbers here, in the order of their values: -27 .. 27. Keys and values that attention should see are read
+back from the pool, so that a code that fell on the other side of a tie counts once, in the comparison of the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,10 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ninfer_format.model_geometry import TextGeometry
+from ninfer_runtime.backends import kv_numeric
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops import attention_decode, attention_prefill
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry, attention_geometry, rope_table
-from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, SCALE_GROUP, KvFormat, KvLayout
+from ninfer_runtime.backends.cuda.ops.kv_cache import (
+    HEAD_DIM,
+    SCALE_GROUP,
+    Bytes,
+    KvFormat,
+    KvLayout,
+    fp6_key_bytes,
+    fp6_value_bytes,
+)
 from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE
 from ninfer_runtime.backends.reference.attention import attend
 from ninfer_runtime.backends.reference.norm import rms_norm
@@ -32,6 +43,21 @@ POISON = 0xFF
 
 Codes = NDArray[np.int8]
 Halves = NDArray[np.float16]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A format of keys and values, and whether they are rotated."""
+
+    format: KvFormat
+    rotation: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.format}-rotated" if self.rotation else self.format
+
+
+PLAIN = tuple(Storage(format) for format in get_args(KvFormat))
+ROTATED = (Storage("int8", True), Storage("fp6", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +76,36 @@ def model(n_heads: int, n_kv_heads: int, rotary_dim: int = 64) -> ModelSpec:
     return ModelSpec("qwen3_5", text, 1e-6, 1e7, rotary_dim, axes, None, 640)
 
 
-def encode_int8(x: NDArray[np.float32]) -> tuple[Codes, Halves]:
-    """Codes [..., 256] and float16 scales [..., 4] of float32 heads."""
-    groups = x.reshape(*x.shape[:-1], -1, SCALE_GROUP)
-    scales = (np.abs(groups).max(-1) / np.float32(127)).astype(np.float16)
-    wide = scales.astype(np.float32)
-    inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
-    codes = np.clip(np.rint(groups * inverse[..., None]), -127, 127).astype(np.int8)
-    return codes.reshape(x.shape), scales
+def fp6_numbers(codes: Bytes) -> Codes:
+    """Codes in the order of their values."""
+    magnitude = (codes & 0x1F).astype(np.int8)
+    return np.where(codes & 0x20, -magnitude, magnitude)
+
+
+def fp6_codes(numbers: Codes) -> Bytes:
+    """The inverse of ``fp6_numbers``."""
+    return (np.abs(numbers) | np.where(numbers < 0, 0x20, 0)).astype(np.uint8)
+
+
+@cache
+def _fp6_places(pack: Callable[[Bytes], Bytes]) -> NDArray[np.int64]:
+    """Where in the packed bits of a head each bit of each code lies, [256, 6]."""
+    single = np.zeros((HEAD_DIM, 6, HEAD_DIM), np.uint8)
+    dims, bits = np.indices((HEAD_DIM, 6))
+    single[dims, bits, dims] = 1 << bits
+    packed = np.unpackbits(pack(single), axis=-1, bitorder="little")
+    assert (packed.sum(-1) == 1).all(), "every bit has one place"
+    assert (packed.sum((0, 1)) == 1).all(), "every place has one bit"
+    return np.asarray(packed.argmax(-1), np.int64)
+
+
+def unpack_fp6(stored: Bytes, pack: Callable[[Bytes], Bytes]) -> Bytes:
+    """Codes [..., 256] from bytes [..., 192] that ``pack`` made."""
+    bits = np.unpackbits(stored, axis=-1, bitorder="little")[..., _fp6_places(pack)]
+    return np.asarray((bits << np.arange(6, dtype=np.uint8)).sum(-1), np.uint8)
+
+
+PACKS = (fp6_key_bytes, fp6_value_bytes)
 
 
 def bf16_words(x: Tensor) -> NDArray[np.uint16]:
@@ -80,6 +128,7 @@ class Rig:
     n_pages: int
     seed: int
     norm_scale: float = 0.3
+    rotation: bool = False
     layout: KvLayout = field(init=False)
     geometry: AttentionGeometry = field(init=False)
     stream: Stream = field(init=False)
@@ -94,7 +143,7 @@ class Rig:
         self.random = np.random.default_rng(self.seed)
         self.generator = torch.Generator().manual_seed(self.seed)
         self.stream = self.device.stream()
-        self.geometry = attention_geometry(self.spec, self.format)
+        self.geometry = attention_geometry(self.spec, self.format, rotation=self.rotation)
         self.layout = KvLayout(N_LAYERS, self.spec.text.n_kv_heads, self.n_pages, self.format)
         self.pool = self.device.allocate(self.layout.n_bytes)
         self.device.fill(self.pool, POISON, self.layout.n_bytes, self.stream)
@@ -135,8 +184,12 @@ class Rig:
         offsets = self.layout.plane_offsets
         if self.format == "bf16":
             return tuple(self.get(base + offset, np.uint16, (*heads, PAGE_TOKENS, HEAD_DIM)) for offset in offsets[:2])
-        codes = [self.get(base + offset, np.uint8, (*heads, PAGE_TOKENS, HEAD_DIM)) for offset in offsets[:2]]
+        n_bytes = self.layout.code_page_bytes // (self.layout.n_kv_heads * PAGE_TOKENS)
+        codes = [self.get(base + offset, np.uint8, (*heads, PAGE_TOKENS, n_bytes)) for offset in offsets[:2]]
         scales = [self.get(base + offset, np.float16, (*heads, 4, PAGE_TOKENS)) for offset in offsets[2:]]
+        if self.format == "fp6":
+            numbers = [fp6_numbers(unpack_fp6(b.view(np.uint8), pack)) for b, pack in zip(codes, PACKS, strict=True)]
+            return (*numbers, *(plane.swapaxes(2, 3) for plane in scales))
         flipped = codes[1].view(np.uint8) ^ np.uint8(0x80)
         return (codes[0].view(np.int8), flipped.view(np.int8), *(plane.swapaxes(2, 3) for plane in scales))
 
@@ -144,15 +197,25 @@ class Rig:
         pointer = self.pool + LAYER * self.layout.layer_bytes + self.layout.plane_offsets[index]
         if self.format == "int8" and index == 1:
             array = array.view(np.uint8) ^ np.uint8(0x80)
+        if self.format == "fp6" and index < 2:
+            array = PACKS[index](fp6_codes(array.view(np.int8)))
         if index >= 2:
             array = array.swapaxes(2, 3)
         self.device.upload(pointer, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
     def encoded(self, x: Tensor) -> list[NDArray[np.generic]]:
-        """float32 heads as they are stored: codes, and scales for INT8."""
+        """float32 heads as they are stored: codes, and scales for INT8 and FP6."""
         if self.format == "bf16":
             return [bf16_words(x)]
-        return list(encode_int8(x.numpy()))
+        heads = self.rotated(x.numpy())
+        if self.format == "fp6":
+            codes, scales = kv_numeric.encode_fp6(heads)
+            return [fp6_numbers(codes), scales]
+        return list(kv_numeric.encode_int8(heads))
+
+    def rotated(self, heads: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Times the Walsh-Hadamard matrix, where that is on."""
+        return kv_numeric.rotate(heads) if self.rotation else heads
 
     def fill_cache(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Random normalised keys and values for the first tokens of rows, given as (tokens, pages)."""
@@ -182,7 +245,10 @@ class Rig:
                 continue
             scales = np.moveaxis(planes[2 + which][list(pages)], 1, 0).reshape(self.layout.n_kv_heads, -1, 4)
             wide = np.repeat(scales[:, :n_tokens].astype(np.float32), SCALE_GROUP, axis=-1)
-            out.append(torch.from_numpy(codes.astype(np.float32) * wide))
+            values = codes.astype(np.float32)
+            if self.format == "fp6":
+                values = kv_numeric.fp6_values()[fp6_codes(codes.view(np.int8))]
+            out.append(torch.from_numpy(self.rotated(values * wide)))
         return out
 
     # ---- the oracle -----------------------------------------------------------------------------
@@ -255,7 +321,7 @@ def _written(
     return pairs
 
 
-def run_decode(rig: Rig, rows: Sequence[Row], q: int) -> Outcome:
+def run_decode(rig: Rig, rows: Sequence[Row], q: int, lowest: int = 0) -> Outcome:
     """One round over fresh random caches."""
     spec, n_rows = rig.spec, len(rows)
     tables = [rig.take_pages(row.start + max(row.n_columns, 1)) for row in rows]
@@ -289,6 +355,7 @@ def run_decode(rig: Rig, rows: Sequence[Row], q: int) -> Outcome:
         out=out,
         out_stride=n_out + 8,
         workspace=workspace,
+        lowest=lowest,
     )
     result = from_bf16(rig.get(out, np.uint16, (n_rows * q, n_out + 8)).view(np.uint16))
     assert result[:, n_out:].isnan().all(), "the padding of the output rows was written"
@@ -305,7 +372,9 @@ def run_decode(rig: Rig, rows: Sequence[Row], q: int) -> Outcome:
         key = rig.turned(projections.key[columns], rig.k_norm, positions)
         written += _written(rig, planes, pages, row.start, key, projections.value[columns])
         keys, values = rig.gather(planes, pages, row.start + row.n_columns)
-        expected[columns] = rig.expected(query, projections.gate[columns].flatten(1), keys, values, row.start)
+        expected[columns] = rig.expected(
+            query, projections.gate[columns].flatten(1), keys[:, lowest:], values[:, lowest:], row.start - lowest
+        )
     return Outcome(result[:, :n_out], expected, written)
 
 
@@ -317,7 +386,7 @@ def run_prefill(rig: Rig, start: int, n_tokens: int, positions: Tensor, check: S
     projections = random_projections(rig, n_tokens)
     n_out = spec.text.n_heads * HEAD_DIM
     out = rig.put(np.full((n_tokens, n_out + 8), 0xFFFF, np.uint16))
-    size = attention_prefill.workspace_bytes(rig.geometry, rig.device.n_sms)
+    size = attention_prefill.workspace_bytes(rig.geometry, rig.device.n_sms, n_tokens)
     attention_prefill.AttentionPrefill(rig.device, rig.geometry).launch(
         rig.stream,
         n_tokens=n_tokens,

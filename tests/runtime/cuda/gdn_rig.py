@@ -231,7 +231,8 @@ def empty_state(layer: Layer, dtype: torch.dtype = torch.bfloat16) -> Recurrent:
     """The reference's state of one layer before the first token."""
     g = layer.geometry
     matrices = torch.zeros((1, g.value_heads, DIM, DIM))
-    return Recurrent(torch.zeros((1, HISTORY, g.channels), dtype=dtype), matrices)
+    nothing = torch.zeros((0, 1), dtype=dtype), torch.zeros((3, 0), dtype=torch.int64)
+    return Recurrent(torch.zeros((1, HISTORY, g.channels), dtype=dtype), matrices, *nothing)
 
 
 def random_state(layer: Layer, generator: torch.Generator) -> Recurrent:

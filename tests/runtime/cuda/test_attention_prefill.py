@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,11 +10,21 @@ import torch
 
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
-from ninfer_runtime.backends.cuda.ops.kv_cache import KvFormat, KvLayout
+from ninfer_runtime.backends.cuda.ops.kv_cache import KvLayout
 from tests.emulator.device import EmulatedDevice
-from tests.runtime.cuda.attention_rig import Rig, Row, check_written, largest_error, model, run_decode, run_prefill
+from tests.runtime.cuda.attention_rig import (
+    PLAIN,
+    ROTATED,
+    Rig,
+    Row,
+    Storage,
+    check_written,
+    largest_error,
+    model,
+    run_decode,
+    run_prefill,
+)
 
-FORMATS = get_args(KvFormat)
 TOLERANCE = 0.01
 
 
@@ -26,52 +35,53 @@ def device() -> Iterator[EmulatedDevice]:
 
 
 def check(
-    device: EmulatedDevice, heads: tuple[int, int], format: KvFormat, start: int, n_tokens: int, seed: int
+    device: EmulatedDevice, heads: tuple[int, int], storage: Storage, start: int, n_tokens: int, seed: int
 ) -> None:
     positions = torch.arange(start, start + n_tokens).expand(3, -1)
-    rig = Rig(device, model(*heads), format, (start + n_tokens) // 64 + 2, seed)
+    rig = Rig(device, model(*heads), storage.format, (start + n_tokens) // 64 + 2, seed, rotation=storage.rotation)
     outcome = run_prefill(rig, start, n_tokens, positions)
     check_written(outcome)
     assert largest_error(outcome) < TOLERANCE
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("storage", [*PLAIN, *ROTATED], ids=str)
 @pytest.mark.parametrize(("start", "n_tokens"), [(0, 1), (0, 65), (63, 2), (64, 64), (130, 31), (300, 49)])
 def test_chunks_at_boundary_contexts(
-    device: EmulatedDevice, format: KvFormat, start: int, n_tokens: int, fresh_seed: int
+    device: EmulatedDevice, storage: Storage, start: int, n_tokens: int, fresh_seed: int
 ) -> None:
-    check(device, (6, 1), format, start, n_tokens, fresh_seed)
+    check(device, (6, 1), storage, start, n_tokens, fresh_seed)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("storage", PLAIN, ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 1), (3, 1)])
-def test_ratios(device: EmulatedDevice, format: KvFormat, heads: tuple[int, int], fresh_seed: int) -> None:
-    check(device, heads, format, 40, 33, fresh_seed)
+def test_ratios(device: EmulatedDevice, storage: Storage, heads: tuple[int, int], fresh_seed: int) -> None:
+    check(device, heads, storage, 40, 33, fresh_seed)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_three_position_axes(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
-    rig = Rig(device, model(6, 1), format, 4, fresh_seed)
+@pytest.mark.parametrize("storage", PLAIN, ids=str)
+def test_three_position_axes(device: EmulatedDevice, storage: Storage, fresh_seed: int) -> None:
+    rig = Rig(device, model(6, 1), storage.format, 4, fresh_seed, rotation=storage.rotation)
     positions = torch.from_numpy(rig.random.integers(0, 4096, (3, 40)))
     outcome = run_prefill(rig, 70, 40, positions)
     check_written(outcome)
     assert largest_error(outcome) < TOLERANCE
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_round_stores_what_a_chunk_stores(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
+@pytest.mark.parametrize("storage", [*PLAIN, *ROTATED], ids=str)
+def test_a_round_stores_what_a_chunk_stores(device: EmulatedDevice, storage: Storage, fresh_seed: int) -> None:
     """The same projections at the same indices leave the same bytes, bit for bit."""
     start, n_tokens = 62, 4
     positions = torch.arange(start, start + n_tokens).expand(3, -1)
-    chunk = run_prefill(Rig(device, model(4, 2), format, 3, fresh_seed), start, n_tokens, positions)
-    round_ = run_decode(Rig(device, model(4, 2), format, 3, fresh_seed), [Row(start, n_tokens)], n_tokens)
+    rigs = [Rig(device, model(4, 2), storage.format, 3, fresh_seed, rotation=storage.rotation) for _ in range(2)]
+    chunk = run_prefill(rigs[0], start, n_tokens, positions)
+    round_ = run_decode(rigs[1], [Row(start, n_tokens)], n_tokens)
     for (first, _), (second, _) in zip(chunk.written, round_.written, strict=True):
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_pages_are_copied_whole_in_all_layers(device: EmulatedDevice, format: KvFormat, fresh_seed: int) -> None:
-    layout = KvLayout(3, 2, 5, format)
+@pytest.mark.parametrize("storage", PLAIN, ids=str)
+def test_pages_are_copied_whole_in_all_layers(device: EmulatedDevice, storage: Storage, fresh_seed: int) -> None:
+    layout = KvLayout(3, 2, 5, storage.format)
     content = np.random.default_rng(fresh_seed).integers(0, 256, layout.n_bytes, np.uint8)
     pool, stream = device.put(content), device.stream()
     pairs = np.array([[1, 4], [0, 2]], np.int32)

@@ -36,9 +36,11 @@ def dense_model(request: pytest.FixtureRequest, artifact_of: ArtifactOf) -> Iter
         yield bind(artifact)
 
 
-def cuda_program(model: BoundModel, kv_dtype: KvDtype = "bf16", limits: ProgramLimits = LIMITS) -> CudaProgram:
+def cuda_program(
+    model: BoundModel, kv_dtype: KvDtype = "bf16", limits: ProgramLimits = LIMITS, *, rotation: bool = True
+) -> CudaProgram:
     backend = CudaBackend(EmulatedDevice(n_sms=4))
-    options = ProgramOptions(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype)
+    options = ProgramOptions(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, kv_rotation=rotation)
     return backend.create(model, backend.plan_memory(model, limits, options))
 
 
@@ -76,7 +78,7 @@ def divergence(expected: Float32s, found: Float32s, n_addressable: int) -> float
     return float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean())
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bf16", 1e-3), ("int8", 3e-3)])
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("bf16", 1e-3), ("int8", 3e-3), ("fp6", 3e-3)])
 def test_logits_stay_within_the_bound_of_the_float32_reference(
     dense_model: BoundModel, kv_dtype: KvDtype, bound: float
 ) -> None:
@@ -87,6 +89,15 @@ def test_logits_stay_within_the_bound_of_the_float32_reference(
         assert divergence(expected, fed(program, ids, chunk), dense_model.spec.n_addressable) <= bound
 
 
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 3e-3), ("fp6", 1e-2)])
+def test_logits_without_rotation_stay_within_theirs(artifact_of: ArtifactOf, kv_dtype: KvDtype, bound: float) -> None:
+    with Artifact.open(artifact_of("dense", "bf16")) as artifact:
+        model = bind(artifact)
+        ids = conversation(model)
+        found = fed(cuda_program(model, kv_dtype, rotation=False), ids, 40)
+        assert divergence(reference_logits(model, ids), found, model.spec.n_addressable) <= bound
+
+
 def test_two_runs_have_the_same_bits(dense_model: BoundModel, fresh_seed: int) -> None:
     ids = np.random.default_rng(fresh_seed).integers(0, dense_model.spec.n_addressable, 150).astype(np.int32)
     program = cuda_program(dense_model)
@@ -95,12 +106,8 @@ def test_two_runs_have_the_same_bits(dense_model: BoundModel, fresh_seed: int) -
 
 def test_options_and_models_without_kernels_are_refused(artifact_of: ArtifactOf) -> None:
     backend = CudaBackend(EmulatedDevice(n_sms=4))
-    with Artifact.open(artifact_of("dense", "bf16")) as artifact:
-        with pytest.raises(UsageError, match="float32"):
-            backend.plan_memory(bind(artifact), LIMITS, ProgramOptions(device="cuda", dtype="float32"))
-        options = ProgramOptions(device="cuda", dtype="bfloat16", kv_dtype="fp6")
-        with pytest.raises(UnsupportedError, match="fp6"):
-            backend.plan_memory(bind(artifact), LIMITS, options)
+    with Artifact.open(artifact_of("dense", "bf16")) as artifact, pytest.raises(UsageError, match="float32"):
+        backend.plan_memory(bind(artifact), LIMITS, ProgramOptions(device="cuda", dtype="float32"))
     with (
         Artifact.open(artifact_of("moe", "bf16")) as artifact,
         pytest.raises(UnsupportedError, match="mixture-of-experts"),

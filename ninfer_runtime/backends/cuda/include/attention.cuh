@@ -82,6 +82,32 @@ DEVICE void rotate_head(float (&x)[LANE_DIMS], const Turn* turns) {
     }
 }
 
+// The head times the Walsh-Hadamard matrix of 256 (Sylvester order), divided by 16: its own inverse. Distances 1, 2, 4, ..,
+// 128 in this order, float32. By a whole warp.
+DEVICE void hadamard(float (&x)[LANE_DIMS]) {
+#pragma unroll
+    for (int distance = 1; distance < LANE_DIMS; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i) {
+            if (i & distance) continue;
+            const float a = x[i], b = x[i + distance];
+            x[i] = a + b;
+            x[i + distance] = a - b;
+        }
+    }
+#pragma unroll
+    for (int mask = 1; mask < WARP_LANES; mask *= 2) {
+        const bool is_upper = (lane_id() & mask) != 0;
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i) {
+            const float other = shfl_xor(x[i], mask);
+            x[i] = is_upper ? other - x[i] : x[i] + other;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; ++i) x[i] *= 0.0625f;
+}
+
 // First of the units that part `part` of `n_parts` works on; n_parts <= n_units, so that none is empty.
 DEVICE int part_begin(int part, int n_parts, int n_units) {
     return static_cast<int>(static_cast<uint64_t>(part) * n_units / n_parts);

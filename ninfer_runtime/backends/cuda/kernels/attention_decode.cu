@@ -1,45 +1,21 @@
-// out = bf16(softmax(q k / 16) v) * sigmoid(gate) for the columns of a round, keys and values in pages, D = 256.
-// attention_decode: norm and rotation of q and k, append of the new tokens, split-KV partial results; one wave of
-// blocks, each with an equal share of the (row, KV head, STAGE_KEYS keys) units. attention_combine: their merge.
+// Partial results of softmax(q k / 16) v for the columns of a round, keys and values in pages, D = 256: norm and rotation of
+// q and k, append of the new tokens, split-KV; one wave of blocks, each with an equal share of the (row, KV head, STAGE_KEYS
+// keys) units. attention_combine.cu merges them.
 // qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; T = n_rows * COLUMNS. INT8: q as 16-bit integers per
-// 64 dims (two s8 products), v as fp16; BF16: bf16 products. fp32 accumulation and softmax to base 2.
+// 64 dims (two s8 products), v as fp16; FP6: fp16 products, exact values of k scaled per 64 dims; BF16: bf16 products. fp32
+// accumulation and softmax to base 2. Where `rotates`, q, k and v are times the Walsh-Hadamard matrix.
 // Reference backends/reference/attention.py; tolerance 1 % of the largest output, see specs/kernels.md.
 #include "common.cuh"
 #include "attention.cuh"
-#include "round.cuh"
+#include "attention_round.cuh"
 
-struct AttentionDecodeParams {
-    const RowState* rows;
-    const int* page_table;
-    const uint16_t* qk;
-    const uint16_t* gv;
-    const uint16_t* q_norm;
-    const uint16_t* k_norm;
-    const RopeTable* rope;
-    uint8_t* k;
-    uint8_t* v;
-    uint16_t* k_scales;
-    uint16_t* v_scales;
-    float* partial;  // [slot][ROWS][HEAD_DIM], not divided by the sums
-    float* stats;    // [slot][ROWS][2]: largest score to base 2, sum of the weights
-    uint16_t* out;
-    int n_rows;
-    int pages_per_row;
-    int qk_stride;
-    int gv_stride;
-    int out_stride;
-    int n_parts;
-    float eps;
-};
-
-constexpr int ROWS = RATIO * COLUMNS;  // query rows per KV head, row = column * RATIO + head of the group
 constexpr int TILES = ceil_div(ROWS, 16);
 constexpr int WARPS = 8;
-constexpr int CODE_BYTES = KV_INT8 ? 1 : 2;
-constexpr int KEY_BYTES = HEAD_DIM * CODE_BYTES;
 constexpr int CHUNKS = KEY_BYTES / 16;  // per key
-constexpr int SCALE_BYTES = KV_INT8 ? STAGE_KEYS * GROUPS * 2 : 0;
-constexpr int PLANE_BYTES = STAGE_KEYS * KEY_BYTES + SCALE_BYTES;
+constexpr int SCALE_BYTES = KV_QUANTIZED ? STAGE_KEYS * GROUPS * 2 : 0;
+constexpr int KEY_STRIDE = KEY_BYTES + (KV_FP6 ? 16 : 0);  // of keys in a stage: rows of FP6 lie 20 banks apart
+constexpr int SCALES_AT = STAGE_KEYS * KEY_STRIDE;
+constexpr int PLANE_BYTES = SCALES_AT + SCALE_BYTES;
 constexpr int PARTS = 2;  // halves of the head that different warps multiply
 constexpr int KEY_TILES = STAGE_KEYS / 8;
 constexpr int WARP_KEY_TILES = KEY_TILES * PARTS / WARPS;
@@ -55,10 +31,10 @@ constexpr int SHARED_WEIGHTS = SHARED_SCORES + SCORE_BYTES;
 constexpr int WEIGHT_BYTES = 16 * TILES * WEIGHT_STRIDE * 2;
 constexpr int SHARED_NEW =
     SHARED_SCORES + (QUERY_BYTES > SCORE_BYTES + WEIGHT_BYTES ? QUERY_BYTES : SCORE_BYTES + WEIGHT_BYTES);
-constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_INT8 ? GROUPS * 2 : 0));
+constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_QUANTIZED ? GROUPS * 2 : 0));
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
-constexpr float WEIGHT_SHIFT = KV_INT8 ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
+constexpr float WEIGHT_SHIFT = KV_QUANTIZED ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 // As many as registers allow without spills, found with the compiler.
 constexpr int UNROLL_V = TILES == 3 ? 1 : TILES == 2 || RATIO == 6 ? 4 : 2;
 
@@ -66,38 +42,12 @@ static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
 static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
 static_assert(ROWS <= 48 && WARP_KEY_TILES >= 1, "at most three tiles, eight keys per warp or more");
 
-DEVICE int k_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }
+// Where 16 bytes of a key or value lie in a stage.
+DEVICE int k_place(int key, int chunk) { return key * KEY_STRIDE + 16 * (KV_FP6 ? chunk : chunk ^ (key & 1) << 2); }
 
-DEVICE int v_chunk(int key, int chunk) {
-    return KV_INT8 ? chunk ^ (key >> 2 & 3) << 1 : chunk ^ ((key & 1) | (key >> 2 & 3) << 1);
-}
-
-// What the division of work needs of a row, in shared memory: one load per row instead of one after the other.
-struct RowSpan {
-    int start;
-    int n_columns;
-    int n_units;
-};
-
-DEVICE void load_spans(const AttentionDecodeParams& p, RowSpan* spans) {
-    const int row = static_cast<int>(threadIdx.x);
-    if (row < MAX_ROWS) {
-        RowSpan span = {0, 0, 0};
-        if (row < p.n_rows) {
-            span.start = p.rows[row].start;
-            span.n_columns = p.rows[row].n_columns;
-        }
-        if (span.n_columns > 0) span.n_units = ceil_div(span.start + span.n_columns, STAGE_KEYS);
-        spans[row] = span;
-    }
-    __syncthreads();
-}
-
-// Units of the rows below `end`, all KV heads.
-DEVICE int count_units(const RowSpan* spans, int end) {
-    int total = 0;
-    for (int row = 0; row < end; ++row) total += N_KV_HEADS * spans[row].n_units;
-    return total;
+DEVICE int v_place(int key, int chunk) {
+    const int quad = key >> 2 & 3;
+    return key * KEY_BYTES + 16 * (KV_FP6 ? chunk ^ quad : KV_INT8 ? chunk ^ quad << 1 : chunk ^ ((key & 1) | quad << 1));
 }
 
 // A unit of work: STAGE_KEYS keys of one KV head of one row.
@@ -152,20 +102,19 @@ DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
 template <bool IS_K>
 DEVICE void request_plane(uint8_t* plane, const int* page_table, const uint8_t* codes, const uint16_t* scales,
                           const Source& source, const volatile int* nought) {
-    constexpr int PASS_KEYS = THREADS / CHUNKS;
-    const int thread = static_cast<int>(threadIdx.x) + *nought, first = thread / CHUNKS, n_keys = source.n_keys;
+    constexpr int STAGE_CHUNKS = STAGE_KEYS * CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x) + *nought, n_keys = source.n_keys;
     const int64_t row = kv_row(page_table[source.page_entry], N_KV_HEADS, source.head, source.token_in_page);
     const uint8_t* const from = codes + row * KEY_BYTES + 16 * thread;
-    uint8_t* const to = plane + first * KEY_BYTES;
 #pragma unroll
-    for (int n = 0; n < STAGE_KEYS / PASS_KEYS; ++n) {
-        const int key = first + n * PASS_KEYS;
-        const int chunk = IS_K ? k_chunk(key, thread % CHUNKS) : v_chunk(key, thread % CHUNKS);
-        cp_async_16_zfill(to + n * PASS_KEYS * KEY_BYTES + 16 * chunk, from + 16 * n * THREADS, key < n_keys);
+    for (int n = 0; n < ceil_div(STAGE_CHUNKS, THREADS); ++n) {
+        const int index = thread + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
+        if (STAGE_CHUNKS % THREADS != 0 && index >= STAGE_CHUNKS) break;
+        cp_async_16_zfill(plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk)), from + 16 * n * THREADS, key < n_keys);
     }
-    if (KV_INT8 && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
+    if (KV_QUANTIZED && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
         const int group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
-        cp_async_16_zfill(plane + STAGE_KEYS * KEY_BYTES + 16 * thread,
+        cp_async_16_zfill(plane + SCALES_AT + 16 * thread,
                           scales + scale_index(row, source.token_in_page, group) + key, key < n_keys);
     }
 }
@@ -178,7 +127,7 @@ DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) 
 }
 
 // A query row as the products want it: INT8 codes of 16 bits as high and low bytes, each [16 * TILES][HEAD_DIM], and one
-// scale; BF16 words.
+// scale; FP6: fp16 words; BF16 words.
 DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* scales, int row) {
     const int lane = lane_id();
 #if KV_INT8
@@ -196,6 +145,9 @@ DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* sc
     *reinterpret_cast<uint2*>(target) = {high[0], high[1]};
     *reinterpret_cast<uint2*>(target + 16 * TILES * HEAD_DIM) = {low[0], low[1]};
     if (lane == 0) scales[row] = largest * (SCORE_SCALE / QUERY_STEPS);
+#elif KV_FP6
+    *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = {
+        pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7])};
 #else
     *reinterpret_cast<uint4*>(queries + 2 * (row * HEAD_DIM + LANE_DIMS * lane)) = encode_bf16(x);
 #endif
@@ -207,22 +159,13 @@ DEVICE void store_new(const AttentionDecodeParams& p, const float (&x)[LANE_DIMS
     const int lane = lane_id(), token = at.start + column, index = (is_k ? 0 : COLUMNS) + column;
     const int64_t row = kv_row(p.page_table[at.row * p.pages_per_row + token / PAGE_TOKENS], N_KV_HEADS, at.head,
                                token % PAGE_TOKENS);
-    uint8_t* const global = (is_k ? p.k : p.v) + row * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
-    uint8_t* const shared = fresh + index * KEY_BYTES + LANE_DIMS * CODE_BYTES * lane;
-    if (KV_INT8) {
-        const Int8Row encoded = encode_int8(x);
-        const uint2 codes = is_k ? encoded.codes : flip_signs(encoded.codes);
-        *reinterpret_cast<uint2*>(shared) = codes;
-        store_8(global, codes);
-        if (lane % (SCALE_GROUP / LANE_DIMS) == 0) {
-            const int group = lane / (SCALE_GROUP / LANE_DIMS);
-            reinterpret_cast<uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES)[index * GROUPS + group] = encoded.scale;
-            (is_k ? p.k_scales : p.v_scales)[scale_index(row, token % PAGE_TOKENS, group)] = encoded.scale;
-        }
-    } else {
-        const uint4 encoded = encode_bf16(x);
-        *reinterpret_cast<uint4*>(shared) = encoded;
-        store_16(global, encoded);
+    uint8_t* const copy = fresh + index * KEY_BYTES;
+    const uint16_t scale = is_k ? store_codes<true>(x, p.k + row * KEY_BYTES, copy)
+                                : store_codes<false>(x, p.v + row * KEY_BYTES, copy);
+    if (KV_QUANTIZED && lane % (SCALE_GROUP / LANE_DIMS) == 0) {
+        const int group = lane / (SCALE_GROUP / LANE_DIMS);
+        reinterpret_cast<uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES)[index * GROUPS + group] = scale;
+        (is_k ? p.k_scales : p.v_scales)[scale_index(row, token % PAGE_TOKENS, group)] = scale;
     }
 }
 
@@ -255,6 +198,7 @@ DEVICE void take_projections(const AttentionDecodeParams& p, const Cursor& at, c
             normalize_head(x, is_q ? q_weight : k_weight, p.eps);
             rotate_head(x, turns + column * PAIRS);
         }
+        if (p.rotates) hadamard(x);
         if (is_q)
             store_query(x, queries, scales, task);
         else
@@ -271,17 +215,17 @@ DEVICE void insert_new(const uint8_t* fresh, uint8_t* plane, int first_key, int 
     const uint8_t* const codes = fresh + (IS_K ? 0 : COLUMNS) * KEY_BYTES;
     for (int i = static_cast<int>(threadIdx.x); i < n_new * CHUNKS; i += THREADS) {
         const int key = first + i / CHUNKS, chunk = i % CHUNKS;
-        uint8_t* const to = plane + key * KEY_BYTES + 16 * (IS_K ? k_chunk(key, chunk) : v_chunk(key, chunk));
+        uint8_t* const to = plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk));
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(codes + (key + shift) * KEY_BYTES + 16 * chunk);
     }
-#if KV_INT8
+#if KV_QUANTIZED
     // From the first new key on: scales next to the last cached one may have come along with anything in them.
     const uint16_t* const scales =
         reinterpret_cast<const uint16_t*>(fresh + 2 * COLUMNS * KEY_BYTES) + (IS_K ? 0 : COLUMNS) * GROUPS;
     for (int i = static_cast<int>(threadIdx.x); i < STAGE_KEYS * GROUPS; i += THREADS) {
         const int group = i / STAGE_KEYS, key = i % STAGE_KEYS;
         if (key < first) continue;
-        reinterpret_cast<uint16_t*>(plane + STAGE_KEYS * KEY_BYTES)[i] =
+        reinterpret_cast<uint16_t*>(plane + SCALES_AT)[i] =
             key < first + n_new ? scales[(key + shift) * GROUPS + group] : static_cast<uint16_t>(0);
     }
 #endif
@@ -293,10 +237,14 @@ struct Query {
 #if KV_INT8
     static constexpr int STEPS = GROUPS / PARTS;
     uint32_t low[STEPS][2][4];
+    uint32_t word[STEPS][2][4];
+#elif KV_FP6
+    static constexpr int STEPS = GROUPS / PARTS;
+    uint32_t word[2 * STEPS][2][4];
 #else
     static constexpr int STEPS = HEAD_DIM / PARTS / 32;
-#endif
     uint32_t word[STEPS][2][4];
+#endif
 
     DEVICE static void load_pair(uint32_t (&word)[2][4], const uint8_t* row, int stride) {
         const uint4 a = *reinterpret_cast<const uint4*>(row), b = *reinterpret_cast<const uint4*>(row + 8 * stride);
@@ -313,6 +261,10 @@ struct Query {
             const uint8_t* const at = queries + row * HEAD_DIM + index * SCALE_GROUP + 16 * t;
             load_pair(word[step], at, HEAD_DIM);
             load_pair(low[step], at + 16 * TILES * HEAD_DIM, HEAD_DIM);
+#elif KV_FP6
+            const uint8_t* const at = queries + 2 * (row * HEAD_DIM + index * SCALE_GROUP + 16 * t);
+            load_pair(word[2 * step], at, 2 * HEAD_DIM);
+            load_pair(word[2 * step + 1], at + 16, 2 * HEAD_DIM);
 #else
             load_pair(word[step], queries + 2 * row * HEAD_DIM + 64 * index + 16 * t, 2 * HEAD_DIM);
 #endif
@@ -323,16 +275,31 @@ struct Query {
 // Scores over half of the head, to be scaled per row: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
 DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8_t* plane, int first, int part) {
     const int g = lane_id() / 4, t = lane_id() % 4;
-    const uint8_t* const row = plane + (first + g) * KEY_BYTES + part * (KEY_BYTES / PARTS) + 16 * t;
+    const uint8_t* const row = plane + (first + g) * KEY_STRIDE + part * (KEY_BYTES / PARTS) + (KV_FP6 ? 12 : 16) * t;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
 #pragma unroll
     for (int step = 0; step < Query::STEPS; ++step) {
-        const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_chunk
-#if KV_INT8
+#if KV_QUANTIZED
         const uint32_t scales = *reinterpret_cast<const uint32_t*>(
-            plane + STAGE_KEYS * KEY_BYTES + 2 * ((part * Query::STEPS + step) * STAGE_KEYS + first + 2 * t));
+            plane + SCALES_AT + 2 * ((part * Query::STEPS + step) * STAGE_KEYS + first + 2 * t));
         const float k_scale[2] = {half_lo(scales), half_hi(scales)};
+#endif
+#if KV_FP6
+        uint32_t packed[3], k[8];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) packed[i] = *reinterpret_cast<const uint32_t*>(row + 48 * step + 4 * i);
+        unpack_fp6_key(packed, k);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) mma_f16(sum, query[tile].word[2 * step + i / 2][i % 2], k[2 * i], k[2 * i + 1]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[tile][i] = fmaf(sum[i], k_scale[i % 2], s[tile][i]);
+        }
+#elif KV_INT8
+        const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_place
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
@@ -345,6 +312,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
                 s[tile][i] = fmaf(static_cast<float>(256 * high[i] + low[i]), k_scale[i % 2], s[tile][i]);
         }
 #else
+        const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_place
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             mma_bf16(s[tile], query[tile].word[step][0], k.x, k.y);
@@ -380,7 +348,7 @@ struct Softmax {
     DEVICE static int row_of(int n) { return 2 * (warp_index() + WARPS * n) + static_cast<int>(lane_id()) / 16; }
 
     // Scores into 16-bit weights; factors[row] is what earlier results shrink by.
-    DEVICE void weigh(const float* scores, uint16_t* weights, float* factors, int first_key, int start) {
+    DEVICE void weigh(const float* scores, uint16_t* weights, float* factors, int first_key, int start, int lowest) {
         const int lane = static_cast<int>(lane_id()) % 16;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -390,7 +358,8 @@ struct Softmax {
 #pragma unroll
             for (int i = 0; i < ROW_KEYS; ++i) {
                 s[i] = (at[i] + at[i + 16 * TILES * SCORE_STRIDE]) * scale[n];
-                if (first_key + ROW_KEYS * lane + i > start + row / RATIO) s[i] = MASKED;
+                const int key = first_key + ROW_KEYS * lane + i;
+                if (key > start + row / RATIO || key < lowest) s[i] = MASKED;
                 now = fmaxf(now, s[i]);
             }
 #pragma unroll
@@ -407,7 +376,7 @@ struct Softmax {
             uint32_t* const target = reinterpret_cast<uint32_t*>(weights + row * WEIGHT_STRIDE) + ROW_KEYS / 2 * lane;
 #pragma unroll
             for (int i = 0; i < ROW_KEYS / 2; ++i)
-                target[i] = KV_INT8 ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
+                target[i] = KV_QUANTIZED ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
         }
     }
 
@@ -439,9 +408,28 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
 #pragma unroll UNROLL_V
     for (int step = 0; step < STAGE_KEYS / 16; ++step) {
         uint32_t b[4][2];
-#if KV_INT8
-        const uint2 scales = *reinterpret_cast<const uint2*>(plane + STAGE_KEYS * KEY_BYTES +
-                                                             2 * (warp / 2 * STAGE_KEYS + 16 * step + 4 * t));
+#if KV_QUANTIZED
+        const uint2 scales =
+            *reinterpret_cast<const uint2*>(plane + SCALES_AT + 2 * (warp / 2 * STAGE_KEYS + 16 * step + 4 * t));
+#endif
+#if KV_FP6
+        // Column g of products j is dim 8 (g / 2) + 2 j + g % 2 of the warp's 32; v_place.
+        const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES;
+        const uint8_t* const upper_at = at + 16 * (3 * (warp / 2) + warp % 2 ^ t) + 2 * g;
+        const uint8_t* const mantissa_at = at + 16 * (3 * (warp / 2) + 2 ^ t) + 8 * (warp % 2) + g;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32_t upper[2], mantissa[2];
+#pragma unroll
+            for (int key = 0; key < 2; ++key) {
+                upper[key] = *reinterpret_cast<const uint16_t*>(upper_at + (2 * i + key) * KEY_BYTES);
+                mantissa[key] = mantissa_at[(2 * i + key) * KEY_BYTES];
+            }
+            const uint32_t uppers = upper[0] | upper[1] << 16, mantissas = mantissa[0] | mantissa[1] << 16;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) b[j][i] = scaled_fp6(fp6_pair(uppers, mantissas, j), i == 0 ? scales.x : scales.y);
+        }
+#elif KV_INT8
         uint32_t codes[4];
         const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);
 #pragma unroll
@@ -463,7 +451,7 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
         for (int half = 0; half < 2; ++half) {
             const int i = lane % 8, matrix = lane / 8, key = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
             uint32_t r[4];
-            ldmatrix_x4_trans(r, plane + key * KEY_BYTES + 16 * v_chunk(key, 4 * warp + 2 * half + matrix / 2));
+            ldmatrix_x4_trans(r, plane + v_place(key, 4 * warp + 2 * half + matrix / 2));
             b[2 * half][0] = r[0], b[2 * half][1] = r[1], b[2 * half + 1][0] = r[2], b[2 * half + 1][1] = r[3];
         }
 #endif
@@ -475,7 +463,7 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
             const uint32_t a[4] = {low.x, high.x, low.y, high.y};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-#if KV_INT8
+#if KV_QUANTIZED
                 mma_f16(acc[tile][j], a, b[j][0], b[j][1]);
 #else
                 mma_bf16(acc[tile][j], a, b[j][0], b[j][1]);
@@ -501,6 +489,10 @@ DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
                                       __float_as_uint(a[3][i])});
             store_16(target + 8 * t + 4, {__float_as_uint(a[0][i + 1]), __float_as_uint(a[1][i + 1]),
                                           __float_as_uint(a[2][i + 1]), __float_as_uint(a[3][i + 1])});
+#elif KV_FP6
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                store_8(target + 8 * t + 2 * j, {__float_as_uint(a[j][i]), __float_as_uint(a[j][i + 1])});
 #else
 #pragma unroll
             for (int j = 0; j < 4; ++j)
@@ -580,7 +572,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             query[tile].load(queries, tile, warp_index() % PARTS);
             softmax.largest[tile] = NO_SCORE;
             softmax.sum[tile] = 0.0f;
-            softmax.scale[tile] = KV_INT8 ? query_scales[Softmax::row_of(tile)] : SCORE_SCALE;
+            softmax.scale[tile] = KV_INT8  ? query_scales[Softmax::row_of(tile)]
+                                  : KV_FP6 ? SCORE_SCALE * FP6_UNIT
+                                           : SCORE_SCALE;
         }
         float acc[TILES][4][4] = {};
 
@@ -617,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if ((mixes || unit < 0) && unit + 2 < n_units)
                     request_plane<false>(v_plane, p.page_table, p.v, p.v_scales, sources[(unit + 2) % 4], nought);
                 cp_async_commit();
-                if (scores_next) softmax.weigh(scores, weights, factors, k_key, start);
+                if (scores_next) softmax.weigh(scores, weights, factors, k_key, start, p.lowest);
             }
         } else {
             // More rows leave no registers for two things at once: the keys of a unit, then its values.
@@ -645,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (unit + 2 < n_units)
                     request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, sources[(unit + 2) % 4], nought);
                 cp_async_commit();
-                softmax.weigh(scores, weights, factors, key, start);
+                softmax.weigh(scores, weights, factors, key, start, p.lowest);
                 __syncthreads();
                 accumulate(acc, weights, factors, v_plane);
             }
@@ -661,81 +655,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         done = end;
     }
-}
-
-// A sum of weighted values whose weights are relative to 2^largest.
-struct Merged {
-    float largest;
-    float sum;
-    float value[4];
-
-    DEVICE void add(float other_largest, float other_sum, const float (&other)[4]) {
-        const float now = fmaxf(largest, other_largest);
-        const float mine = exp2_approx(largest - now), its = exp2_approx(other_largest - now);
-        largest = now;
-        sum = sum * mine + other_sum * its;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = value[i] * mine + other[i] * its;
-    }
-};
-
-constexpr int COMBINE_DIMS = 64;  // per block: 16 lanes of 4 dims, 16 slots at a time
-
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    attention_combine(const __grid_constant__ AttentionDecodeParams p) {
-    STATIC_SHARED(float, values[WARPS * COMBINE_DIMS]);
-    STATIC_SHARED(float, stats[WARPS * 2]);
-    STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
-    const int column = static_cast<int>(blockIdx.y), row_index = column / COLUMNS, i = column % COLUMNS;
-    const int head = static_cast<int>(blockIdx.x) / (HEAD_DIM / COMBINE_DIMS);
-    const int first_dim = static_cast<int>(blockIdx.x) % (HEAD_DIM / COMBINE_DIMS) * COMBINE_DIMS;
-    const int dim = head * HEAD_DIM + first_dim + static_cast<int>(threadIdx.x);  // of this thread when it stores
-    uint16_t* const out = p.out + static_cast<int64_t>(column) * p.out_stride;
-    load_spans(p, spans);
-    const int total = count_units(spans, p.n_rows), n_parts = minimum(p.n_parts, total);
-    const int n_units = spans[row_index].n_units;
-    const int first_unit = count_units(spans, row_index) + head / RATIO * n_units;
-    const bool stores = threadIdx.x < COMBINE_DIMS;
-    float gate = 0.0f;  // older than the launch before this one
-    if (stores) gate = bf16_to_float(p.gv[static_cast<int64_t>(column) * p.gv_stride + dim]);
-    grid_dependency_wait();
-    grid_dependency_launch();
-    if (i >= spans[row_index].n_columns) {
-        if (stores) out[dim] = 0;
-        return;
-    }
-    const int segment = row_index * N_KV_HEADS + head / RATIO, row = i * RATIO + head % RATIO;
-    const int last = part_of(first_unit + n_units - 1, n_parts, total) + segment;
-    const int lane = lane_id(), warp = warp_index();
-    Merged merged = {NO_SCORE, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
-#pragma unroll 4
-    for (int64_t slot = part_of(first_unit, n_parts, total) + segment + static_cast<int>(threadIdx.x) / 16; slot <= last;
-         slot += THREADS / 16) {
-        const uint2 stat = load_8(p.stats + (slot * ROWS + row) * 2);
-        const uint4 word = load_16(p.partial + (slot * ROWS + row) * HEAD_DIM + first_dim + 4 * (lane % 16));
-        const float value[4] = {__uint_as_float(word.x), __uint_as_float(word.y), __uint_as_float(word.z),
-                                __uint_as_float(word.w)};
-        merged.add(__uint_as_float(stat.x), __uint_as_float(stat.y), value);
-    }
-    float other[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) other[j] = shfl_xor(merged.value[j], 16);
-    const float other_largest = shfl_xor(merged.largest, 16), other_sum = shfl_xor(merged.sum, 16);
-    merged.add(other_largest, other_sum, other);
-    if (lane < 16) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) values[warp * COMBINE_DIMS + 4 * lane + j] = merged.value[j];
-        if (lane == 0) stats[2 * warp] = merged.largest, stats[2 * warp + 1] = merged.sum;
-    }
-    __syncthreads();
-    if (!stores) return;
-    float largest = stats[0], sum = 0.0f, value = 0.0f;
-    for (int w = 1; w < WARPS; ++w) largest = fmaxf(largest, stats[2 * w]);
-    for (int w = 0; w < WARPS; ++w) {
-        const float factor = exp2_approx(stats[2 * w] - largest);
-        sum += stats[2 * w + 1] * factor;
-        value += values[w * COMBINE_DIMS + static_cast<int>(threadIdx.x)] * factor;
-    }
-    const float mixed = bf16_to_float(float_to_bf16(sum == 0.0f ? 0.0f : value / sum));
-    out[dim] = float_to_bf16(mixed * sigmoid(gate));
 }

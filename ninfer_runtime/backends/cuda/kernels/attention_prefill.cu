@@ -1,7 +1,8 @@
 // out = bf16(softmax(q k / 16) v) * sigmoid(gate), causal, for T new tokens over all cached keys 0 .. start + T, D = 256.
 // q (normalised, rotated) and gate bf16 [T][stride], keys and values in pages; rows of a tile: (token, head of the KV
 // group). A block multiplies 128 rows by 32 keys at a time; work is dealt evenly to one wave of blocks in units of
-// (KV head, tile, 32 keys). INT8 codes become fp16 in shared memory, BF16 words stay. fp32 accumulation, softmax to base 2.
+// (KV head, tile, 32 keys). INT8 and FP6 codes become fp16 in shared memory, BF16 words stay. Where keys and values are
+// rotated, the queries are too, and the result is left in fp32 for prefill_unrotate. fp32 accumulation, softmax to base 2.
 // Reference backends/reference/attention.py; tolerance 1 % of a head's norm, see specs/kernels.md.
 #include "common.cuh"
 #include "attention.cuh"
@@ -17,6 +18,7 @@ struct AttentionPrefillParams {
     float* partial;  // [2 * part][TILE_ROWS][HEAD_DIM]: a part's first tile, if begun by another part; + 1: its last
     float* stats;    // [2 * part][TILE_ROWS][2]: score that the weights are relative to, sum of the weights
     uint16_t* out;
+    float* mixed;    // [token][N_HEADS * HEAD_DIM], rotated, not gated; null: without rotation
     int n_tokens;
     int start;
     int qk_stride;
@@ -35,21 +37,21 @@ constexpr int SHARED_V = 2 * PLANE_BYTES;
 constexpr int SHARED_WEIGHTS = 4 * PLANE_BYTES;
 constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
 constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on their way: K, then V
-constexpr int RAW_BYTES = TILE_KEYS * HEAD_DIM;
-constexpr int THREAD_CHUNKS = TILE_KEYS * HEAD_DIM * (KV_INT8 ? 1 : 2) / 16 / THREADS;
-constexpr uint32_t K_SIGNS = 0x80808080u;
+constexpr int RAW_BYTES = TILE_KEYS * KEY_BYTES;
+constexpr int COPY_BYTES = KV_FP6 ? 8 : 16;  // a thread's 32 dims of FP6 are 24 bytes
+constexpr int THREAD_CHUNKS = TILE_KEYS * KEY_BYTES / COPY_BYTES / THREADS;
 constexpr int PAGE_UNITS = PAGE_TOKENS / TILE_KEYS;
 constexpr int PAGE_RING = 4;
-// Steps between the request of a tile and the step that finishes it: INT8 bytes wait in `raw`, words go to their place.
-constexpr int AHEAD = KV_INT8 ? 1 : 0;
+// Steps between the request of a tile and the step that finishes it: coded bytes wait in `raw`, words go to their place.
+constexpr int AHEAD = KV_QUANTIZED ? 1 : 0;
 constexpr int WHOLE = -1;  // slot of a tile that one part does from its first key to its last
 constexpr float STALE = 8.0f;  // weights are relative to a score that may be this far (to base 2) below the largest
-constexpr float WEIGHT_SHIFT = KV_INT8 ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
+constexpr float WEIGHT_SHIFT = KV_QUANTIZED ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 
 static_assert(THREADS == WARPS * WARP_LANES && PAGE_TOKENS % TILE_KEYS == 0, "eight warps; a tile lies in one page");
 
 DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if KV_INT8
+#if KV_QUANTIZED
     mma_f16(d, a, b0, b1);
 #else
     mma_bf16(d, a, b0, b1);
@@ -71,14 +73,18 @@ DEVICE int head_units(const AttentionPrefillParams& p) {
 }
 
 // 16-byte chunk of a row of a K or V tile. Eight rows of one chunk lie in different banks; so do, of one row, the eight
-// chunks that eight neighbouring threads write at once: with INT8 they differ in bits 1, 3 and 4 of the chunk.
+// chunks that eight neighbouring threads write at once: with INT8 they differ in bits 1, 3 and 4 of the chunk, with FP6 in
+// bits 2, 3 and 4.
 DEVICE int chunk_offset(int key, int chunk) {
-    const int place = KV_INT8 ? (chunk >> 1 & 1) | (chunk >> 3 & 3) << 1 | (chunk & 1) << 3 | (chunk & 4) << 2 : chunk;
+    const int place = KV_FP6    ? chunk >> 2 | (chunk & 3) << 3
+                      : KV_INT8 ? (chunk >> 1 & 1) | (chunk >> 3 & 3) << 1 | (chunk & 1) << 3 | (chunk & 4) << 2
+                                : chunk;
     return key * ROW_BYTES + 16 * (place ^ (key & 7));
 }
 
 // chunk_offset(key, 2 * step + odd) without the key's row, for key % 8 == key7: one exclusive or per distinct constant.
 DEVICE int fragment_offset(int key7, int step, int odd) {
+    if (KV_FP6) return (16 * key7 ^ 16 * (step >> 1)) + 128 * odd + 256 * (step & 1);
     if (KV_INT8) return (16 * key7 ^ 16 * ((step & 1) | (step >> 2 & 3) << 1)) + 128 * odd + 256 * (step >> 1 & 1);
     return (16 * (key7 ^ odd) ^ 32 * (step & 3)) + 128 * (step >> 2);
 }
@@ -87,19 +93,32 @@ DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 *
 
 // One plane's next tile on its way: each thread finishes the bytes that it requested itself.
 struct Request {
+#if KV_QUANTIZED
+    uint16_t scale;  // of all its chunks
+#endif
 #if KV_INT8
-    uint16_t scale;  // of both chunks
-
     DEVICE static int chunk_of(int thread, int n) { return 4 * (thread % 8 / 2) + thread % 2 + 2 * n; }
 #endif
 
+    template <bool IS_K>
     DEVICE void begin(const AttentionPrefillParams& p, int head, int unit, int page, const uint8_t* codes,
                       const uint16_t* scales, uint8_t* plane, uint8_t* raw, const volatile int* nought) {
         const int first_key = unit * TILE_KEYS;
         const int token_in_page = first_key % PAGE_TOKENS;
         const int64_t row = kv_row(page, N_KV_HEADS, head, token_in_page);
         const int n_keys = p.start + p.n_tokens - first_key, thread = static_cast<int>(threadIdx.x) + *nought;
-#if KV_INT8
+#if KV_FP6
+        // 32 dims of a key: 24 bytes; of a value 16 and then 8. Bytes of keys that are not there stay what they were.
+        const int key = thread / 8, part = thread % 8;
+        const uint8_t* const from = codes + (row + key) * KEY_BYTES + (IS_K ? 24 * part : part / 2 * 48 + part % 2 * 16);
+        const int third = IS_K ? 16 : 32 - 8 * (part % 2);
+        if (key < n_keys) {
+#pragma unroll
+            for (int n = 0; n < THREAD_CHUNKS; ++n) cp_async_8(raw + 8 * (thread + n * THREADS), from + (n < 2 ? 8 * n : third));
+        }
+        scale = 0;
+        if (key < n_keys) scale = scales[scale_index(row, token_in_page, part / 2) + key];
+#elif KV_INT8
         const int key = thread / 8;
         const uint8_t* const from = codes + (row + key) * HEAD_DIM;
 #pragma unroll
@@ -117,9 +136,36 @@ struct Request {
 #endif
     }
 
-    // `signs`: what the codes are xored with to be 128 more, unsigned.
-    DEVICE void finish(uint8_t* plane, const uint8_t* raw, uint32_t signs, const volatile int* nought) const {
-#if KV_INT8
+    template <bool IS_K>
+    DEVICE void finish(uint8_t* plane, const uint8_t* raw, const volatile int* nought) const {
+#if KV_FP6
+        const int thread = static_cast<int>(threadIdx.x) + *nought, key = thread / 8, part = thread % 8;
+        const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
+        uint32_t packed[6];
+#pragma unroll
+        for (int n = 0; n < THREAD_CHUNKS; ++n) {
+            const uint2 two = *reinterpret_cast<const uint2*>(raw + 8 * (thread + n * THREADS));
+            packed[2 * n] = two.x, packed[2 * n + 1] = two.y;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t word[8];
+            if (IS_K) {
+                const uint32_t unit[3] = {packed[3 * half], packed[3 * half + 1], packed[3 * half + 2]};
+                unpack_fp6_key(unit, word);
+            } else {
+                const uint32_t mantissas[2] = {prmt(packed[4 + half], 0, 0x4140), prmt(packed[4 + half], 0, 0x4342)};
+#pragma unroll
+                for (int i = 0; i < 8; ++i) word[i] = fp6_pair(packed[2 * half + i / 4], mantissas[i / 4], i % 4);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) word[i] = scaled_fp6(word[i], factor);
+            const int chunk = 4 * part + 2 * half;
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk)) = {word[0], word[1], word[2], word[3]};
+            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk + 1)) = {word[4], word[5], word[6], word[7]};
+        }
+#elif KV_INT8
+        constexpr uint32_t signs = IS_K ? 0x80808080u : 0;  // what the codes are xored with to be 128 more, unsigned
         const int thread = static_cast<int>(threadIdx.x) + *nought, key = thread / 8;
         const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
 #pragma unroll
@@ -159,7 +205,7 @@ struct Scorer {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const uint32_t word = token < p.n_tokens ? load_4(from + 16 * step + 8 * i) : 0;
-                    query[step][half + 2 * i] = KV_INT8 ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
+                    query[step][half + 2 * i] = KV_QUANTIZED ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
                 }
             }
             reference[half] = NO_SCORE;
@@ -238,9 +284,9 @@ struct Scorer {
             sum[0] += w[0] + w[1];
             sum[1] += w[2] + w[3];
             uint8_t* const at = target + 16 * (n ^ row4);
-            *reinterpret_cast<uint32_t*>(at) = KV_INT8 ? pack_half(w[0], w[1]) : pack_bf16(w[0], w[1]);
+            *reinterpret_cast<uint32_t*>(at) = KV_QUANTIZED ? pack_half(w[0], w[1]) : pack_bf16(w[0], w[1]);
             *reinterpret_cast<uint32_t*>(at + 8 * TILE_KEYS * 2) =
-                KV_INT8 ? pack_half(w[2], w[3]) : pack_bf16(w[2], w[3]);
+                KV_QUANTIZED ? pack_half(w[2], w[3]) : pack_bf16(w[2], w[3]);
         }
     }
 
@@ -365,18 +411,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         Request k_request, v_request;
         const int first_page = p.pages[unit / PAGE_UNITS];
-        k_request.begin(p, head, unit, first_page, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw, nought);
+        k_request.begin<true>(p, head, unit, first_page, p.k, p.k_scales, shared + unit % 2 * PLANE_BYTES, raw, nought);
         cp_async_commit();
         Scorer scorer;
         scorer.load(p, head, tile);
         cp_async_wait<0>();
-        k_request.finish(shared + unit % 2 * PLANE_BYTES, raw, K_SIGNS, nought);
+        k_request.finish<true>(shared + unit % 2 * PLANE_BYTES, raw, nought);
         __syncthreads();
         if (AHEAD == 1) {
             if (unit + 1 < end)
-                k_request.begin(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, shared, raw,
+                k_request.begin<true>(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, shared, raw,
                                 nought);
-            v_request.begin(p, head, unit, first_page, p.v, p.v_scales, v_planes, raw + RAW_BYTES, nought);
+            v_request.begin<false>(p, head, unit, first_page, p.v, p.v_scales, v_planes, raw + RAW_BYTES, nought);
             cp_async_commit();
         }
         Mixer mixer;
@@ -393,10 +439,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 cp_async_4(page_ids + (unit + 6) / PAGE_UNITS % PAGE_RING, p.pages + (unit + 6) / PAGE_UNITS);
             if (AHEAD == 0) {
                 if (unit + 2 < end)
-                    k_request.begin(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, k_free,
+                    k_request.begin<true>(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales, k_free,
                                     raw, nought);
                 if (unit + 1 < end)
-                    v_request.begin(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales, v_free,
+                    v_request.begin<false>(p, head, unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales, v_free,
                                     raw, nought);
                 cp_async_commit();
             }
@@ -411,13 +457,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 if (turn == 0 && AHEAD == 1) {
                     cp_async_wait<0>();
-                    if (unit + 2 < end) k_request.finish(k_free, raw, K_SIGNS, nought);
-                    if (unit + 1 < end) v_request.finish(v_free, raw + RAW_BYTES, 0, nought);
+                    if (unit + 2 < end) k_request.finish<true>(k_free, raw, nought);
+                    if (unit + 1 < end) v_request.finish<false>(v_free, raw + RAW_BYTES, nought);
                     if (unit + 3 < end)
-                        k_request.begin(p, head, unit + 3, page_ids[(unit + 3) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales,
+                        k_request.begin<true>(p, head, unit + 3, page_ids[(unit + 3) / PAGE_UNITS % PAGE_RING], p.k, p.k_scales,
                                         k_free, raw, nought);
                     if (unit + 2 < end)
-                        v_request.begin(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales,
+                        v_request.begin<false>(p, head, unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], p.v, p.v_scales,
                                         v_free, raw + RAW_BYTES, nought);
                     cp_async_commit();
                 }
@@ -447,6 +493,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
                     for (int n = 0; n < 8; ++n)
                         store_8(to + 8 * n, {__float_as_uint(acc[n][2 * half]), __float_as_uint(acc[n][2 * half + 1])});
+                } else if (token < p.n_tokens && p.mixed != nullptr) {
+                    float* const to = p.mixed + row_begin(token, N_HEADS * HEAD_DIM, head, tile_row) + dim;
+                    const float scale = 1.0f / sums[row];
+#pragma unroll
+                    for (int n = 0; n < 8; ++n)
+                        store_8(to + 8 * n, {__float_as_uint(acc[n][2 * half] * scale),
+                                             __float_as_uint(acc[n][2 * half + 1] * scale)});
                 } else if (token < p.n_tokens) {
                     const uint16_t* const gates = p.gv + row_begin(token, p.gv_stride, head, tile_row) + dim;
                     uint16_t* const to = p.out + row_begin(token, p.out_stride, head, tile_row) + dim;
@@ -503,8 +556,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < LANE_DIMS; ++i) value[i] = value[i] * mine + __uint_as_float(word[i]) * its;
         }
         const float scale = 1.0f / sum;
+        if (p.mixed != nullptr) {
+            float* const to = p.mixed + row_begin(token, N_HEADS * HEAD_DIM, head, tile_row) + LANE_DIMS * lane;
+            uint32_t word[LANE_DIMS];
+#pragma unroll
+            for (int i = 0; i < LANE_DIMS; ++i) word[i] = __float_as_uint(value[i] * scale);
+            store_16(to, {word[0], word[1], word[2], word[3]});
+            store_16(to + 4, {word[4], word[5], word[6], word[7]});
+            continue;
+        }
         store_16(p.out + row_begin(token, p.out_stride, head, tile_row) + LANE_DIMS * lane,
                  {gated(value[0] * scale, value[1] * scale, gate.x), gated(value[2] * scale, value[3] * scale, gate.y),
                   gated(value[4] * scale, value[5] * scale, gate.z), gated(value[6] * scale, value[7] * scale, gate.w)});
+    }
+}
+
+// Heads back from rotated ones, gated. A block per token, a warp per head.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    prefill_unrotate(const __grid_constant__ AttentionPrefillParams p) {
+    const int64_t token = blockIdx.x;
+    const int lane = lane_id();
+    grid_dependency_wait();
+    grid_dependency_launch();
+    for (int head = warp_index(); head < N_HEADS; head += WARPS) {
+        const int dim = head * HEAD_DIM + LANE_DIMS * lane;
+        const float* const from = p.mixed + token * (N_HEADS * HEAD_DIM) + dim;
+        const uint4 gate = load_16(p.gv + token * p.gv_stride + dim), low = load_16(from), high = load_16(from + 4);
+        float x[LANE_DIMS] = {__uint_as_float(low.x),  __uint_as_float(low.y),  __uint_as_float(low.z),
+                              __uint_as_float(low.w),  __uint_as_float(high.x), __uint_as_float(high.y),
+                              __uint_as_float(high.z), __uint_as_float(high.w)};
+        hadamard(x);
+        store_16(p.out + token * p.out_stride + dim, {gated(x[0], x[1], gate.x), gated(x[2], x[3], gate.y),
+                                                      gated(x[4], x[5], gate.z), gated(x[6], x[7], gate.w)});
     }
 }

@@ -1,4 +1,5 @@
-// New tokens of a prompt chunk: k = rope(norm(k)) and v into their pages, q = rope(norm(q)) back in place as bf16.
+// New tokens of a prompt chunk: k = rope(norm(k)) and v into their pages, q = rope(norm(q)) back in place as bf16; all
+// three times the Walsh-Hadamard matrix where `rotates`.
 // qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; positions int32 [3][T]. One block per token, a warp
 // per head. Reference backends/reference/attention.py; codes at most one step off, see specs/kernels.md.
 #include "common.cuh"
@@ -20,21 +21,9 @@ struct KvAppendParams {
     int start;
     int qk_stride;
     int gv_stride;
+    int rotates;
     float eps;
 };
-
-DEVICE void store_head(const float (&x)[LANE_DIMS], uint8_t* codes, uint16_t* scales, int64_t row, int token_in_page,
-                       bool is_v) {
-    const int lane = lane_id();
-    if (KV_INT8) {
-        const Int8Row encoded = encode_int8(x);
-        store_8(codes + row * HEAD_DIM + LANE_DIMS * lane, is_v ? flip_signs(encoded.codes) : encoded.codes);
-        if (lane % (SCALE_GROUP / LANE_DIMS) == 0)
-            scales[scale_index(row, token_in_page, lane / (SCALE_GROUP / LANE_DIMS))] = encoded.scale;
-    } else {
-        store_16(codes + 2 * (row * HEAD_DIM + LANE_DIMS * lane), encode_bf16(x));
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) kv_append(const __grid_constant__ KvAppendParams p) {
     STATIC_SHARED(Turn, turns[PAIRS]);
@@ -56,11 +45,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) kv_append(cons
             normalize_head(x, load_16((is_q ? p.q_norm : p.k_norm) + LANE_DIMS * lane), p.eps);
             rotate_head(x, turns);
         }
+        if (p.rotates) hadamard(x);
         if (is_q) {
             store_16(qk + task * HEAD_DIM, encode_bf16(x));
             continue;
         }
         const int64_t row = kv_row(page, N_KV_HEADS, (task - N_HEADS) % N_KV_HEADS, token_in_page);
-        store_head(x, is_v ? p.v : p.k, is_v ? p.v_scales : p.k_scales, row, token_in_page, is_v);
+        const uint16_t scale = is_v ? store_codes<false>(x, p.v + row * KEY_BYTES, nullptr)
+                                    : store_codes<true>(x, p.k + row * KEY_BYTES, nullptr);
+        if (KV_QUANTIZED && lane % (SCALE_GROUP / LANE_DIMS) == 0)
+            (is_v ? p.v_scales : p.k_scales)[scale_index(row, token_in_page, lane / (SCALE_GROUP / LANE_DIMS))] = scale;
     }
 }

@@ -19,7 +19,8 @@ Defines = tuple[tuple[str, int | str], ...]
 class AttentionGeometry:
     """Compile-time constants of the attention kernels; every head has 256 dims.
 
-    ratio  query heads per KV head, 1..8: query head j reads KV head j // ratio
+    ratio     query heads per KV head, 1..8: query head j reads KV head j // ratio
+    rotation  quantized keys, values and queries are times the Walsh-Hadamard matrix; never with bf16
     """
 
     n_heads: int
@@ -27,6 +28,7 @@ class AttentionGeometry:
     rotary_dim: int
     norm_eps: float
     format: KvFormat
+    rotation: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.n_heads, self.n_kv_heads
@@ -56,17 +58,19 @@ class AttentionGeometry:
             ("N_KV_HEADS", self.n_kv_heads),
             ("ROTARY_DIM", self.rotary_dim),
             ("KV_INT8", int(self.format == "int8")),
+            ("KV_FP6", int(self.format == "fp6")),
         )
 
 
-def attention_geometry(spec: ModelSpec, format: KvFormat) -> AttentionGeometry:
+def attention_geometry(spec: ModelSpec, format: KvFormat, *, rotation: bool = False) -> AttentionGeometry:
     """Geometry of a model. UnsupportedError for head sizes and ratios that the kernels do not have."""
     text = spec.text
     if text.head_dim != HEAD_DIM:
         raise UnsupportedError(
             f"attention heads of {text.head_dim} dims: the cuda backend has {HEAD_DIM} only; use --backend reference"
         )
-    return AttentionGeometry(text.n_heads, text.n_kv_heads, spec.rotary_dim, spec.norm_eps, format)
+    turns = rotation and format != "bf16"
+    return AttentionGeometry(text.n_heads, text.n_kv_heads, spec.rotary_dim, spec.norm_eps, format, turns)
 
 
 def rope_table(spec: ModelSpec) -> NDArray[Any]:

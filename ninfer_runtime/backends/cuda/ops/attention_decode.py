@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
-from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, KvPlanes
+from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, SCALE_GROUP, KvPlanes
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 
 _TILE_ROWS = 16
 _STAGES = 2
+_COMBINE_SLOTS = 16
 _COMBINE_DIMS = 64
 _MAX_SHARED_BYTES = 101_376 - 512  # beside the kernel's static 256 bytes
 _FLOAT = 4
 
 
 class AttentionDecodeParams(ctypes.Structure):
-    """Mirrors ``kernels/attention_decode.cu``; both entry points take it."""
+    """Mirrors ``include/attention_round.cuh``; both kernels take it."""
 
     _fields_ = (
         ("rows", ctypes.c_uint64),
@@ -45,6 +46,8 @@ class AttentionDecodeParams(ctypes.Structure):
         ("gv_stride", ctypes.c_int32),
         ("out_stride", ctypes.c_int32),
         ("n_parts", ctypes.c_int32),
+        ("lowest", ctypes.c_int32),
+        ("rotates", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 
@@ -68,15 +71,17 @@ class _Shape:
 
     def shared_bytes_with(self, stage_keys: int) -> int:
         """Shared memory with so many keys per stage, as laid out in the kernel."""
-        int8 = self.geometry.format == "int8"
-        key = HEAD_DIM + 8 if int8 else 2 * HEAD_DIM
+        format, scales = self.geometry.format, 2 * HEAD_DIM // SCALE_GROUP
+        key = {"bf16": 2 * HEAD_DIM, "int8": HEAD_DIM + scales, "fp6": HEAD_DIM * 6 // 8 + scales}[format]
+        padding = 16 if format == "fp6" else 0
         padded_rows = _TILE_ROWS * self.tiles
         query = padded_rows * 2 * HEAD_DIM
-        scores = 2 * padded_rows * (stage_keys + 8) * _FLOAT
+        score_bytes = 2 * padded_rows * (stage_keys + 8) * _FLOAT
         weights = padded_rows * (stage_keys + 16) * 2
-        query_scales = padded_rows * _FLOAT if int8 else 0
+        query_scales = padded_rows * _FLOAT if format == "int8" else 0
         turns = self.q * self.geometry.rotary_dim * _FLOAT
-        return 2 * (_STAGES * stage_keys + self.q) * key + max(query, scores + weights) + query_scales + turns
+        planes = 2 * _STAGES * stage_keys * (key + padding) + 2 * self.q * key
+        return planes + max(query, score_bytes + weights) + query_scales + turns
 
     @property
     def stage_keys(self) -> int:
@@ -99,14 +104,35 @@ def _check_q(q: int) -> None:
         raise ValueError(f"{q} columns per row, expected 1 to {MAX_COLUMNS}")
 
 
+def _combine_dims(geometry: AttentionGeometry) -> int:
+    """Dims of a head that a block of the merge takes: a rotated head goes back as a whole."""
+    return HEAD_DIM if geometry.rotation else _COMBINE_DIMS
+
+
 def _specs(geometry: AttentionGeometry, q: int) -> tuple[KernelSpec, KernelSpec]:
     _check_q(q)
     shape = _Shape(geometry, q)
     defines = (*geometry.defines, ("COLUMNS", q), ("STAGE_KEYS", shape.stage_keys))
     decode = KernelSpec(
-        "attention_decode.cu", "attention_decode", defines, 256, shape.shared_bytes, min_blocks=shape.min_blocks
+        "attention_decode.cu",
+        "attention_decode",
+        defines,
+        256,
+        shape.shared_bytes,
+        min_blocks=shape.min_blocks,
     )
-    return decode, KernelSpec("attention_decode.cu", "attention_combine", defines, 256, min_blocks=decode.min_blocks)
+    threads, shared = _COMBINE_SLOTS * _combine_dims(geometry) // 4, 0
+    if geometry.rotation:
+        shared = _COMBINE_SLOTS * HEAD_DIM * _FLOAT
+    combine = KernelSpec(
+        "attention_combine.cu",
+        "attention_combine",
+        (*defines, ("ROTATED", int(geometry.rotation))),
+        threads,
+        shared,
+        min_blocks=1 if geometry.rotation else decode.min_blocks,
+    )
+    return decode, combine
 
 
 def specs(geometry: AttentionGeometry, max_columns: int = MAX_COLUMNS) -> list[KernelSpec]:
@@ -157,9 +183,10 @@ class AttentionDecode:
         out: int,
         out_stride: int,
         workspace: int,
+        lowest: int = 0,
         pdl: bool = True,
     ) -> None:
-        """Column c = b · q + i of the round, i below the row's ``n_columns``, sees indices up to ``start + i``.
+        """Column c = b · q + i of the round, i below the row's ``n_columns``, sees indices ``lowest`` to ``start + i``.
 
         rows           RowState [n_rows]: ``start``, ``n_columns`` and ``rope_delta`` are read; must be older than the
                        launch just before this one, as must be ``page_table`` int32 [n_rows][pages_per_row]
@@ -192,8 +219,10 @@ class AttentionDecode:
             gv_stride,
             out_stride,
             self._n_parts,
+            lowest,
+            geometry.rotation,
             geometry.norm_eps,
         )
         self._decode.launch((self._n_parts, 1, 1), params, stream, pdl=pdl)
-        blocks_per_column = geometry.n_heads * HEAD_DIM // _COMBINE_DIMS
+        blocks_per_column = geometry.n_heads * HEAD_DIM // _combine_dims(geometry)
         self._combine.launch((blocks_per_column, n_rows * q, 1), params, stream)

@@ -1,9 +1,9 @@
 """Attention of a prompt chunk: norm, rotation and append of the new tokens, then causal flash attention with the gate.
 
-Three launches: ``kv_append`` writes the new keys and values into their pages and the rotated queries back in place;
-``attention_prefill`` deals (KV head, tile of query rows, keys) evenly to one wave of blocks; ``prefill_combine`` merges
-tiles that more than one block worked on. Specification: ``specs/kernels.md``, "Attention"; reference:
-``backends/reference/attention.py``.
+Three launches, four with rotation: ``kv_append`` writes the new keys and values into their pages and the turned queries
+back in place; ``attention_prefill`` deals (KV head, tile of query rows, keys) evenly to one wave of blocks;
+``prefill_combine`` merges tiles that more than one block worked on; ``prefill_unrotate`` turns rotated heads back and
+gates them. Specification: ``specs/kernels.md``, "Attention"; reference: ``backends/reference/attention.py``.
 """
 
 import ctypes
@@ -37,6 +37,7 @@ class KvAppendParams(ctypes.Structure):
         ("start", ctypes.c_int32),
         ("qk_stride", ctypes.c_int32),
         ("gv_stride", ctypes.c_int32),
+        ("rotates", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 
@@ -55,6 +56,7 @@ class AttentionPrefillParams(ctypes.Structure):
         ("partial", ctypes.c_uint64),
         ("stats", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
+        ("mixed", ctypes.c_uint64),
         ("n_tokens", ctypes.c_int32),
         ("start", ctypes.c_int32),
         ("qk_stride", ctypes.c_int32),
@@ -65,28 +67,40 @@ class AttentionPrefillParams(ctypes.Structure):
 
 
 def _shared_bytes(geometry: AttentionGeometry) -> int:
-    """K and V tiles of 32 keys twice each in 16-bit words, probabilities twice, factors; raw bytes for INT8."""
+    """K and V tiles of 32 keys twice each in 16-bit words, probabilities twice, factors; coded bytes."""
     tile = 32 * HEAD_DIM * 2
-    raw = 2 * 32 * HEAD_DIM if geometry.format == "int8" else 0
+    raw = 2 * 32 * HEAD_DIM * {"bf16": 0, "int8": 8, "fp6": 6}[geometry.format] // 8
     return 4 * tile + 2 * _TILE_ROWS * 32 * 2 + raw + 2 * _TILE_ROWS * _FLOAT
 
 
-def _specs(geometry: AttentionGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec]:
+def append_spec(geometry: AttentionGeometry) -> KernelSpec:
+    """The launch that stores keys and values."""
+    return KernelSpec("kv_append.cu", "kv_append", geometry.defines)
+
+
+def _specs(geometry: AttentionGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
     return (
-        KernelSpec("kv_append.cu", "kv_append", geometry.defines),
+        append_spec(geometry),
         KernelSpec("attention_prefill.cu", "attention_prefill", geometry.defines, 256, _shared_bytes(geometry)),
         KernelSpec("attention_prefill.cu", "prefill_combine", geometry.defines),
+        KernelSpec("attention_prefill.cu", "prefill_unrotate", geometry.defines),
     )
 
 
 def specs(geometry: AttentionGeometry) -> list[KernelSpec]:
     """Every variant."""
-    return list(_specs(geometry))
+    return list(_specs(geometry)[: 4 if geometry.rotation else 3])
 
 
-def workspace_bytes(geometry: AttentionGeometry, n_sms: int) -> int:
-    """Bytes of ``workspace``, whatever the chunk: at most two unfinished tiles per block."""
+def _tiles_bytes(n_sms: int) -> int:
+    """At most two unfinished tiles per block."""
     return 2 * n_sms * _TILE_ROWS * (HEAD_DIM + 2) * _FLOAT
+
+
+def workspace_bytes(geometry: AttentionGeometry, n_sms: int, max_tokens: int) -> int:
+    """Bytes of ``workspace`` for chunks of up to ``max_tokens``; rotated heads wait there in float32."""
+    heads = max_tokens * geometry.n_heads * HEAD_DIM * _FLOAT if geometry.rotation else 0
+    return _tiles_bytes(n_sms) + heads
 
 
 class AttentionPrefill:
@@ -95,7 +109,8 @@ class AttentionPrefill:
     def __init__(self, device: Device, geometry: AttentionGeometry) -> None:
         self._geometry = geometry
         self._n_parts = device.n_sms
-        self._append, self._attend, self._combine = (device.kernel(spec) for spec in _specs(geometry))
+        self._append, self._attend, self._combine, *unrotate = (device.kernel(spec) for spec in specs(geometry))
+        self._unrotate = unrotate[0] if unrotate else None
 
     def launch(
         self,
@@ -143,6 +158,7 @@ class AttentionPrefill:
             start,
             qk_stride,
             gv_stride,
+            geometry.rotation,
             geometry.norm_eps,
         )
         self._append.launch((n_tokens, 1, 1), append, stream)
@@ -158,6 +174,7 @@ class AttentionPrefill:
             workspace,
             stats,
             out,
+            workspace + _tiles_bytes(self._n_parts) if geometry.rotation else 0,
             n_tokens,
             start,
             qk_stride,
@@ -168,3 +185,5 @@ class AttentionPrefill:
         self._attend.launch((self._n_parts, 1, 1), attend, stream)
         tiles = -(-n_tokens * geometry.ratio // _TILE_ROWS)
         self._combine.launch((tiles, geometry.n_kv_heads, _COMBINE_SPLIT), attend, stream)
+        if self._unrotate is not None:
+            self._unrotate.launch((n_tokens, 1, 1), attend, stream)

@@ -43,5 +43,5 @@ class CopyPages:
             (ctypes.c_uint64 * _PLANES)(*layout.plane_offsets),
             (ctypes.c_uint32 * _PLANES)(*layout.plane_page_bytes),
         )
-        planes = _PLANES if layout.format == "int8" else 2
+        planes = 2 if layout.format == "bf16" else _PLANES
         self._kernel.launch((n_pairs, planes, layout.n_layers), params, stream)
