@@ -36,6 +36,8 @@ FP6_MAGNITUDES = [Fraction(m, 16) for m in range(4)] + [
     Fraction(2) ** (e - 3) * (1 + Fraction(m, 4)) for e in range(1, 7) for m in range(4)
 ]
 """Code → magnitude of the 28 codes that are written, straight from the definition."""
+CODECS: list[tuple[Callable[[Floats], tuple[NDArray[Any], NDArray[Any]]], Callable[[Any, Any], Floats]]]
+CODECS = [(encode_int8, decode_int8), (encode_fp6, decode_fp6)]
 
 
 def half(x: float) -> float:
@@ -145,9 +147,7 @@ def test_int8_ties_go_to_even_and_codes_stay_within_127() -> None:
 def test_a_group_with_a_value_that_is_not_finite_decodes_to_nan_and_spares_the_others(bad: float) -> None:
     x = np.ones(256, np.float32)
     x[70] = bad
-    codecs: tuple[tuple[Callable[[Floats], Any], Callable[..., Floats]], ...]
-    codecs = ((encode_int8, decode_int8), (encode_fp6, decode_fp6))
-    for encode, decode in codecs:
+    for encode, decode in CODECS:
         codes, scales = encode(x)
         decoded = decode(codes, scales)
         assert codes[70] == 0
