@@ -31,7 +31,7 @@ def chat(events: list[Event]) -> dict[str, Any]:
     texts: dict[str, str] = defaultdict(str)
     names: dict[int, str] = {}
     arguments: dict[int, str] = defaultdict(str)
-    ends = []
+    ends: list[dict[str, Any]] = []
     for event in events:
         for choice in event["choices"]:
             assert not ends, "nothing follows the finish reason"
@@ -133,4 +133,4 @@ def message(events: list[Event]) -> dict[str, Any]:
         assert text, "an announced use has input"
         made["content"][index]["input"] = json.loads(text) if is_object(text) else None
     made["content"] = [block for block in made["content"] if block.get("input", {}) is not None]
-    return made | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+    return {**made, **events[-2]["delta"], "usage": events[-2]["usage"]}

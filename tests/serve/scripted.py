@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +16,10 @@ from ninfer_runtime.engine.sequence import Finish, FinishReason, Forced, Request
 from ninfer_runtime.engine.stats import EngineStats
 from tests.serve.live import CONFIG, LiveServer, service_of, serving
 
-Emit = Callable[[Sequence[int]], bool]
-"""Say these ids as one step; False once the sequence has ended."""
-
 BURST = 4
 """Most tokens of one step."""
+ERROR_SECONDS = 0.3
+"""Between the last token and an error: what was said has been sent by then."""
 
 
 class ScriptedEngine:
@@ -84,6 +84,7 @@ class ScriptedEngine:
                 reason = handle.asked_to_end
                 break
         if self.error is not None:
+            time.sleep(ERROR_SECONDS)
             handle.end(None, self.error)
             return
         handle.end(Finish(reason, handle.n_prompt, n_said, n_said, 0, 0.0, 0.0, reuse=self.reuse))

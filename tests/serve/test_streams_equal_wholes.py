@@ -159,5 +159,6 @@ def test_the_deltas_of_every_api_join_to_its_whole_answer(scene: Scripted, fresh
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_deltas_of_two_thousand_answers_join_to_the_whole_ones(scene: Scripted, fresh_seed: int) -> None:
     check_many(scene, fresh_seed, 2_000)
