@@ -69,11 +69,16 @@ class Asking:
     def allocate(self, n_bytes: int) -> int:
         return 1 << 20
 
+    def free(self, pointer: int) -> None:
+        assert pointer == 1 << 20
+
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
         raise Prepared(frozenset(specs))
 
 
-@pytest.mark.parametrize("name, dtype", [("tiny/groupwise-int", "int8"), ("tiny/bf16", "bf16")])
+@pytest.mark.parametrize(
+    "name, dtype", [("tiny/groupwise-int", "int8"), ("tiny/groupwise-int", "fp6"), ("tiny/bf16", "bf16")]
+)
 def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype) -> None:
     model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
     plan = MemoryPlan(LIMITS, options, *(1 << 36,) * 6)
