@@ -32,7 +32,7 @@ REGISTRY_HOSTS = re.compile("|".join(HOSTS))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cfg", ".sh", ".yml", ".yaml", ".json", ".jinja", ".html", ""}
 
 SPEC_PAGES = (
-    "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "text-stream",
+    "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "engine", "text-stream",
     "index", "cli", "verify", "convert-cli", "artifact-tools", "nvfp4-sources", "benchmarks", "kernels",
 )  # fmt: skip
 
