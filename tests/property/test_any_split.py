@@ -117,5 +117,6 @@ def test_every_split_of_drawn_outputs_gives_the_events_of_one_piece(fresh_seed: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_split_of_two_thousand_outputs_gives_the_events_of_one_piece(fresh_seed: int) -> None:
     check_many(fresh_seed, 2_000)
