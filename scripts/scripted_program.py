@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Self
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class ScriptedProgram:
         self._open: dict[int, tuple[Round, RoundResult]] = {}
 
     @classmethod
-    def for_config(cls, model: BoundModel, config: EngineConfig, script: Sequence[int]) -> ScriptedProgram:
+    def for_config(cls, model: BoundModel, config: EngineConfig, script: Sequence[int]) -> Self:
         """A program as large as ``config`` asks for."""
         return cls(model, program_limits(config), script)
 
