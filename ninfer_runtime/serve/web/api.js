@@ -72,7 +72,11 @@ export class Api {
     const response = await this.#fetch(path, { signal: AbortSignal.timeout(timeout) }).catch((error) => {
       throw error instanceof ApiError ? error : new ApiError("network", "The server does not answer.");
     });
-    return response.json();
+    try {
+      return await response.json();
+    } catch {
+      throw new ApiError("failed", `What answers at ${path} is not this server.`);
+    }
   }
 
   /** The chunks of a streamed chat completion; throws ApiError, or an abort error when `signal` was aborted. */

@@ -7,9 +7,9 @@ const HEIGHT = 36;
 
 /** A line of the last `length` values; gaps where there is none. The newest value is at the right. */
 export class Sparkline {
-  constructor(label, length) {
-    this.label = label;
-    this.length = length;
+  /** `isAmount`: the area under the line means something. */
+  constructor(label, length, isAmount) {
+    Object.assign(this, { label, length, isAmount });
     this.area = svg("path", { class: "spark-area" });
     this.line = svg("path", { class: "spark-line" });
     this.element = svg("svg", { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label }, this.area, this.line);
@@ -37,7 +37,7 @@ export class Sparkline {
       if (isLast && start === index) line += "h0.01";
     });
     setAttribute(this.line, "d", line || null);
-    setAttribute(this.area, "d", area || null);
+    setAttribute(this.area, "d", (this.isAmount && area) || null);
     setAttribute(this.element, "aria-label", say ? `${this.label}: ${say}` : this.label);
   }
 }

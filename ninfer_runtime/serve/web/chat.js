@@ -172,7 +172,7 @@ export class Chat extends EventTarget {
 
   #waitForTurn(running, error) {
     const { message, controller } = running;
-    message.waiting = { text: error.message, until: Date.now() + 1000 * error.retryAfter };
+    message.waiting = { kind: error.kind, text: error.message, until: Date.now() + 1000 * error.retryAfter };
     this.#fire("message", { message });
     return new Promise((resolve, reject) => {
       const timer = setTimeout(resolve, 1000 * error.retryAfter);

@@ -3,7 +3,7 @@
 import { byId, setAttribute, setText } from "./dom.js";
 import { counted } from "./format.js";
 import { draft } from "./storage.js";
-import { parseTools } from "./wire.js";
+import { isThinking, parseTools } from "./wire.js";
 
 const MAX_ROWS = 10;
 
@@ -55,7 +55,7 @@ export class Composer {
     // Not `disabled`: the focus stays where it is, and a reader finds out why nothing happens.
     setAttribute(this.button, "aria-disabled", isRunning || canSend ? null : "true");
     const { values } = this.settings;
-    this.thinking.checked = values.thinking !== false;
+    this.thinking.checked = isThinking(values, this.connection.props);
     this.thinking.parentElement.hidden = this.connection.props?.thinking?.has_switch === false;
     const nTools = toolCount(values.tools);
     const facts = [

@@ -4,6 +4,9 @@ import { ApiError } from "./api.js";
 
 const WAITS = [1000, 1500, 2000, 3000, 5000];
 
+/** While all is well, nobody may ask anything for long; this tells that the server has gone, or is another one now. */
+const HEARTBEAT = 15_000;
+
 /**
  * state: "connecting" · "connected" · "lost" nobody answers · "unwell" /health says so · "key" an API key is asked for
  * Fires "change" when the state changes and "props" when a server was met (again).
@@ -19,20 +22,30 @@ export class Connection extends EventTarget {
     super();
     this.api = api;
     addEventListener("online", () => this.#wake?.());
-    document.addEventListener("visibilitychange", () => document.hidden || this.#wake?.());
+    document.addEventListener("visibilitychange", () => this.#beat());
+    setInterval(() => this.#beat(), HEARTBEAT);
+  }
+
+  #beat() {
+    if (document.hidden) return;
+    if (this.state === "connected") this.meet();
+    else this.#wake?.();
   }
 
   /** Ask who is there; on failure start polling. */
   async meet() {
+    let props, model;
     try {
-      this.props = await this.#props();
-      this.model = this.props.model?.id ?? (await this.api.get("v1/models")).data[0].id;
+      props = await this.#props();
+      model = props.model?.id ?? (await this.api.get("v1/models")).data[0].id;
     } catch (error) {
       this.fail(error);
       return;
     }
+    const isNew = this.props === null || props.instance !== this.props.instance || model !== this.model;
+    Object.assign(this, { props, model });
     this.#set("connected");
-    this.dispatchEvent(new Event("props"));
+    if (isNew) this.dispatchEvent(new Event("props"));
   }
 
   async #props() {
@@ -51,6 +64,7 @@ export class Connection extends EventTarget {
     else if (error.kind === "network") this.#poll("lost");
     else if (error.kind === "unavailable" && this.state !== "connected") this.#poll("unwell");
     else if (this.state === "connecting") this.#poll("unwell");
+    else if (error.code === "model_not_found") this.meet();
   }
 
   /** Look again now. */
@@ -86,7 +100,8 @@ export class Connection extends EventTarget {
   }
 
   #set(state) {
-    if (state === this.state) return;
+    // A refused key is news even behind another refused key.
+    if (state === this.state && state !== "key") return;
     const previous = this.state;
     this.state = state;
     this.dispatchEvent(Object.assign(new Event("change"), { previous }));

@@ -119,7 +119,7 @@ export class AnswerView {
     this.start = h("div", { class: "start" }, h("span", { class: "pulse" }), h("span", {}, "Waiting for the first token"));
     this.trouble = h("div", { class: "trouble" });
     this.facts = h("ul", { class: "facts" });
-    this.again = quiet("Regenerate", () => this.on.regenerate(this.message), "Answer again");
+    this.again = quiet("Regenerate", () => this.on.regenerate(this.message), "Regenerate this answer");
     this.actions = h("div", { class: "actions" }, copyButton(() => message.content, "Copy this answer"), this.again);
     this.foot = h("div", { class: "answer-foot" }, this.facts, this.actions);
     this.element = h("article", { class: "message answer" }, h("h2", { class: "visually-hidden" }, "Answer"), this.content, this.start, this.trouble, this.foot);
@@ -191,7 +191,7 @@ export class AnswerView {
     return h(
       "div",
       { class: "card warn" },
-      h("p", { class: "card-title" }, ERROR_TITLES.busy),
+      h("p", { class: "card-title" }, ERROR_TITLES[waiting.kind]),
       h("p", {}, waiting.text),
       h("p", {}, "Trying again in ", left, " s."),
       h(

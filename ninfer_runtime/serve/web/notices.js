@@ -54,8 +54,10 @@ export class Notices {
       byId("link-state").dataset.state = connection.state;
       setText(byId("link-label"), LABELS[connection.state]);
       const notice = NOTICES[connection.state](settings, connection);
+      const hadFocus = state.contains(document.activeElement);
       state.replaceChildren(...(notice ? [notice] : []));
-      if (event?.previous && event.previous !== "connecting") announce(connection.state === "connected" ? "Connected again" : LABELS[connection.state]);
+      if (hadFocus) (notice?.querySelector("input, button") ?? byId("prompt")).focus();
+      if (event?.previous && event.previous !== "connecting") announce(notice?.querySelector(".card-title").textContent ?? LABELS[connection.state]);
     };
     connection.addEventListener("change", show);
     show();

@@ -56,8 +56,13 @@ export class Panel {
 
   constructor(root, api, connection) {
     Object.assign(this, { root, api, connection });
-    const spark = (label) => new Sparkline(label, StatsHistory.length);
-    this.sparks = { generated: spark("Generated tokens per second"), prefilled: spark("Prompt tokens computed per second"), acceptance: spark("Accepted drafts"), reuse: spark("Reused prompt tokens") };
+    const spark = (label, isAmount) => new Sparkline(label, StatsHistory.length, isAmount);
+    this.sparks = {
+      generated: spark("Generated tokens per second", true),
+      prefilled: spark("Prompt tokens computed per second", true),
+      acceptance: spark("Accepted drafts", false),
+      reuse: spark("Reused prompt tokens", false),
+    };
     this.cells = new Cells("Rows");
     this.pages = new PartsBar("KV pages", ["used", "kept"]);
     this.tiles = {
@@ -66,7 +71,7 @@ export class Panel {
       rows: new Tile("Batch rows", "", this.cells.element),
       acceptance: new Tile("Draft acceptance", "", this.sparks.acceptance.element),
       pages: new Tile("KV pages", "", this.pages.element),
-      reuse: new Tile("Prefix hits", "of prompt tokens", this.sparks.reuse.element),
+      reuse: new Tile("Prefix hits", "", this.sparks.reuse.element),
     };
     this.tiles.pages.element.classList.add("tile-stacked");
     this.memory = h("section", { class: "tile", hidden: true });
@@ -132,6 +137,9 @@ export class Panel {
   #show(stats) {
     const history = this.#history;
     history.add(stats);
+    // It was started anew between two questions.
+    const known = this.connection.props?.instance;
+    if (known !== undefined && stats.instance !== known) this.connection.meet();
     this.root.classList.remove("is-stale");
     this.body.hidden = false;
     this.note.hidden = stats.is_healthy !== false;
@@ -168,23 +176,23 @@ export class Panel {
     }
     this.tiles.acceptance.element.hidden = false;
     const now = this.#history.latest("acceptance") ?? (stats.drafted > 0 ? stats.accepted / stats.drafted : null);
-    const first = stats.accepted_at[0] ?? 0;
-    const after = stats.accepted_at.slice(1).map((n) => (first > 0 ? percent(n / first) : "–"));
-    const detail = stats.drafted === 0 ? "no drafts yet" : `${count(stats.accepted)} of ${count(stats.drafted)} since the start${after.length ? `; behind an accepted first: ${after.join(", ")}` : ""}`;
+    const places = stats.accepted_at.length > 1 ? `; by place ${stats.accepted_at.map(count).join(", ")}` : "";
+    const detail = stats.drafted === 0 ? "no drafts yet" : `${count(stats.accepted)} of ${count(stats.drafted)} drafts since the start${places}`;
     this.tiles.acceptance.update(share(now), detail);
     this.sparks.acceptance.update(this.#history.series("acceptance"), { top: 1, say: share(now) });
   }
 
   #showPages(stats) {
-    const { pages_used: used, pages_cached: kept, pages_total: total, snapshots_used: states, snapshots_total: allStates } = stats;
-    const details = [`${count(kept)} kept for reuse`, `${count(Math.max(total - used - kept, 0))} free`, allStates > 0 ? `${counted(states, "saved state")} of ${count(allStates)}` : null];
-    this.pages.update([used, kept], total, `${used} used, ${kept} kept, of ${total}`);
-    this.tiles.pages.update(count(used), details.filter(Boolean).join(", "), `of ${count(total)} in use`);
+    const { pages_cached: kept, pages_total: total, snapshots_used: states, snapshots_total: allStates } = stats;
+    const busy = stats.pages_used - kept;
+    const details = [`${count(kept)} kept for reuse`, `${count(total - stats.pages_used)} free`, allStates > 0 ? `${count(states)} of ${counted(allStates, "saved state")}` : null];
+    this.pages.update([busy, kept], total, `${busy} in use, ${kept} kept, of ${total}`);
+    this.tiles.pages.update(count(busy), details.filter(Boolean).join(", "), `of ${count(total)} in use`);
   }
 
   #showReuse(stats) {
     const all = stats.prompt_tokens > 0 ? stats.reused_tokens / stats.prompt_tokens : null;
-    this.tiles.reuse.update(share(all), stats.prompt_tokens > 0 ? `${count(stats.reused_tokens)} of ${count(stats.prompt_tokens)} since the start` : "no prompts yet");
+    this.tiles.reuse.update(share(all), stats.prompt_tokens > 0 ? `${count(stats.reused_tokens)} of ${counted(stats.prompt_tokens, "prompt token")} since the start` : "no prompts yet");
     this.sparks.reuse.update(this.#history.series("reuse"), { top: 1, say: share(all) });
   }
 }

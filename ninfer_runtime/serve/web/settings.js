@@ -2,9 +2,9 @@
 
 import { byId, h, setAttribute, setText } from "./dom.js";
 import { exportJson } from "./export.js";
-import { count } from "./format.js";
+import { count, counted } from "./format.js";
 import { toast } from "./toast.js";
-import { parseTools } from "./wire.js";
+import { isThinking, parseTools } from "./wire.js";
 
 const EXAMPLE_TOOLS = JSON.stringify(
   [
@@ -67,8 +67,8 @@ class NumberField extends Field {
   show(value, props) {
     this.input.value = value ?? "";
     const own = this.ofServer(props);
-    const range = this.isWhole ? "a whole number from 1" : `from ${this.min} to ${this.max}`;
-    setText(this.hint, own === undefined || own === null ? `Empty: no limit of its own; ${range}` : `Empty: ${this.isWhole ? count(own) : own}; ${range}`);
+    const range = this.isWhole ? "" : `${this.min} to ${this.max}. `;
+    setText(this.hint, `${range}Empty: ${own === undefined || own === null ? "no limit of its own" : `the server's ${this.isWhole ? count(own) : own}`}`);
     this.complain(null);
   }
 
@@ -94,6 +94,11 @@ export class SettingsDialog {
     this.system = new Field("set-system", "System prompt", h("textarea", { class: "field", rows: "3" }), "Leads every conversation of this browser.");
     this.tools = new Field("set-tools", "Tools, as JSON", h("textarea", { class: "field mono", rows: "6", spellcheck: "false" }), "A list of functions with name, description and parameters. You enter their results by hand.");
     this.key = new Field("set-key", "API key", h("input", { type: "password", class: "field", autocomplete: "off" }), "Kept until this tab is closed, never stored.");
+    this.thinkingSection = section(
+      "Thinking",
+      h("label", { class: "switch" }, this.thinking, h("span", { class: "switch-track" }), "Think before answering"),
+      h("div", { class: "form-grid" }, this.numbers.thinkingBudget.element),
+    );
     this.dialog.append(this.#form());
     byId("open-settings").addEventListener("click", () => this.open());
   }
@@ -108,11 +113,7 @@ export class SettingsDialog {
         "div",
         { class: "sheet-body" },
         section("Sampling", h("div", { class: "form-grid" }, this.numbers.temperature.element, this.numbers.topP.element, this.numbers.maxTokens.element)),
-        section(
-          "Thinking",
-          h("label", { class: "switch" }, this.thinking, h("span", { class: "switch-track" }), "Think before answering"),
-          h("div", { class: "form-grid" }, this.numbers.thinkingBudget.element),
-        ),
+        this.thinkingSection,
         section("Instructions", this.system.element),
         section("Tools", this.tools.element, button("Insert an example", () => this.#insertExample(), "quiet")),
         section("Access", this.key.element),
@@ -131,7 +132,8 @@ export class SettingsDialog {
     const { props } = this.connection;
     for (const [name, field] of Object.entries(this.numbers)) field.show(values[name], props);
     this.numbers.thinkingBudget.element.hidden = props?.thinking?.has_budget === false;
-    this.thinking.checked = values.thinking !== false;
+    this.thinking.checked = isThinking(values, props);
+    this.thinkingSection.hidden = props?.thinking?.has_switch === false;
     this.system.input.value = values.system;
     this.tools.input.value = values.tools;
     this.tools.complain(null);
@@ -165,7 +167,8 @@ export class SettingsDialog {
     const key = this.key.input.value.trim();
     const isNewKey = key !== this.settings.key;
     this.settings.key = key;
-    this.settings.update({ ...numbers, thinking: this.thinking.checked, system: this.system.input.value, tools: this.tools.input.value });
+    const thinking = this.thinking.checked === isThinking(this.settings.values, this.connection.props) ? this.settings.values.thinking : this.thinking.checked;
+    this.settings.update({ ...numbers, thinking, system: this.system.input.value, tools: this.tools.input.value });
     this.dialog.close();
     if (isNewKey) this.connection.meet();
   }
@@ -175,6 +178,6 @@ export class SettingsDialog {
     for (const conversation of all) this.chat.remove(conversation.id);
     this.chat.open(null);
     this.dialog.close();
-    toast(`${count(all.length)} conversations deleted.`, "Undo", () => all.reverse().forEach((conversation) => this.store.save(conversation)));
+    toast(`${counted(all.length, "conversation")} deleted.`, "Undo", () => all.reverse().forEach((conversation) => this.store.save(conversation)));
   }
 }

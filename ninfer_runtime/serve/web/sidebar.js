@@ -13,7 +13,7 @@ export class Sidebar {
     this.foot = h(
       "div",
       { class: "sidebar-foot" },
-      h("span", { class: "side-label" }, "Export this one"),
+      h("span", { class: "side-label" }, "Export"),
       h("button", { type: "button", class: "quiet", onclick: () => exportMarkdown(chat.conversation) }, "Markdown"),
       h("button", { type: "button", class: "quiet", onclick: () => exportJson([chat.conversation], chat.conversation.title) }, "JSON"),
     );

@@ -14,7 +14,6 @@ export function between(before, now) {
     rows: ratio(gained("row_rounds"), gained("rounds")),
     acceptance: ratio(gained("accepted"), gained("drafted")),
     reuse: ratio(gained("reused_tokens"), gained("prompt_tokens")),
-    pages: ratio(now.pages_used, now.pages_total) ?? 0,
   };
 }
 

@@ -71,7 +71,7 @@ export const DEFAULT_SETTINGS = Object.freeze({
   temperature: null,
   topP: null,
   maxTokens: null,
-  thinking: true,
+  thinking: null,
   thinkingBudget: null,
   system: "",
   tools: "",

@@ -2,6 +2,7 @@
 
 import { announce, AnswerAnnouncer } from "./announce.js";
 import { h, markScrollers } from "./dom.js";
+import { counted } from "./format.js";
 import { AnswerView, UserView } from "./message.js";
 import { toast } from "./toast.js";
 
@@ -26,6 +27,7 @@ export class Thread {
     chat.addEventListener("messages", () => this.#sync());
     chat.addEventListener("message", (event) => this.#queue(event.message));
     chat.addEventListener("running", (event) => this.#running(event));
+    chat.connection.addEventListener("props", () => this.column.querySelector(".welcome")?.replaceWith(this.#welcome()));
     scroller.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     toEnd.addEventListener("click", () => {
       this.#follows = true;
@@ -74,11 +76,13 @@ export class Thread {
   }
 
   #welcome() {
-    const model = this.chat.connection.model;
+    const { model, props } = this.chat.connection;
+    const facts = [props?.model?.weights_id, props?.limits?.max_context && `${counted(props.limits.max_context, "token")} of context`, props?.device && `on ${props.device}`];
     return h(
       "div",
       { class: "welcome" },
       h("p", { class: "welcome-title" }, model ?? "NInfer"),
+      h("p", {}, facts.filter(Boolean).join(" · ")),
       h("p", {}, "Conversations stay in this browser. The model runs on the machine that served this page."),
     );
   }

@@ -33,8 +33,8 @@ class CallCard {
     this.result = h("pre", { class: "scroller", role: "group", "aria-label": "Result" });
     this.answered = h("div", { class: "call-answer" }, h("span", { class: "call-label" }, "Result"), this.result);
     this.element = h(
-      "section",
-      { class: "call", "aria-label": `Tool call ${call.name}` },
+      "div",
+      { class: "call", role: "group", "aria-label": `Tool call ${serial}` },
       h("div", { class: "call-head" }, h("span", { class: "call-label" }, "Tool call"), this.name, this.state, copyButton(() => this.call.arguments, "Copy the arguments")),
       h("pre", { class: "scroller", role: "group", "aria-label": "Arguments" }, this.code),
       this.form,

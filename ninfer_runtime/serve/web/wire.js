@@ -58,6 +58,9 @@ export function parseTools(text) {
   });
 }
 
+/** Whether the next answer thinks first: the setting, or what the server does by itself. */
+export const isThinking = (settings, props) => settings.thinking ?? props?.thinking?.is_default ?? true;
+
 /** The request body: settings that are null or empty are not sent. */
 export function requestBody(model, messages, settings) {
   const body = { model, messages: wireMessages(messages, settings.system), stream: true, stream_options: { include_usage: true } };
