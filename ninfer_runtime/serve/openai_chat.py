@@ -104,6 +104,8 @@ def _chat_message(message: Any, place: str) -> Any:
         if role != "tool":
             raise MemberError(f"{place}.name", "is not supported: say in the text who speaks")
         del members["name"]
+    if role == "tool" and not members.get("tool_call_id"):
+        raise MemberError(f"{place}.tool_call_id", "is missing, expected the id of the call this is the result of")
     if "reasoning" in members:
         members.setdefault("reasoning_content", members.pop("reasoning"))
     if "content" not in members and (role == "assistant" or "content" in message):
