@@ -33,6 +33,8 @@ CORS_HEADERS = (
     (b"access-control-max-age", b"86400"),
 )
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
+ANSWERED = "ninfer.answered"
+"""Key in the ASGI scope of a request whose unforeseen failure has had its response."""
 OPTIONAL_APIS = ("openai_responses", "anthropic")
 """Modules with ``add_routes(app, service)``."""
 
@@ -201,6 +203,12 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_known(request: Request, error: NinferError) -> Response:
         return respond(request, error)
 
+    @app.exception_handler(Exception)
+    async def on_unforeseen(request: Request, error: Exception) -> Response:
+        # Starlette raises it again behind the response; the front then knows that it has been answered.
+        request.scope[ANSWERED] = True
+        return respond(request, error)
+
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         path, status = request.url.path, error.status_code
@@ -248,6 +256,8 @@ class Front:
         except NinferError as error:
             await send_problem(self._service, scope, send_with, error, dialect)
         except Exception as error:
+            if scope.get(ANSWERED):
+                return
             if has_started:
                 log_failure(self._service, request_id, error, problem_of(error))
                 raise

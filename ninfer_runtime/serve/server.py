@@ -18,6 +18,8 @@ LOG = logging.getLogger("ninfer.serve")
 BACKLOG = 2048
 LAST_SECONDS = 3
 """Connections get this long to end once the server stops; then they are closed."""
+SILENCE_OPTIONS = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 120_000))
+"""Seconds without a word before the first question, between questions, questions; milliseconds for what was sent."""
 SWITCH_SECONDS = 0.0005
 """How long the engine's Python may keep the interpreter while the event loop waits for it; 5 ms is Python's own."""
 
@@ -29,10 +31,19 @@ def bind(settings: ServeSettings) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        find_out_silence(bound)
         bound.bind(address)
     except OSError as error:
         raise UsageError(f"--host {settings.host} --port {settings.port}: {error.strerror or error}") from None
     return bound
+
+
+def find_out_silence(bound: socket.socket) -> None:
+    """Let the kernel end accepted connections whose other side is gone without a word."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in SILENCE_OPTIONS:
+        if (option := getattr(socket, name, None)) is not None:
+            bound.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def url_of(bound: socket.socket) -> str:
