@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ninfer_format.errors import MemberError, RequestError
 from ninfer_format.published import PUBLISHED
+from ninfer_runtime.cache.prefix import MIN_SAVED
 from ninfer_runtime.config import Architecture, SamplingParams
 from ninfer_runtime.engine.reading import AnswerReader, choice_seeds, reader_for
 from ninfer_runtime.engine.sequence import Anchors, Grammar, Request
@@ -103,7 +104,7 @@ def answers_to(
     form = form_of(conversation.tools, wanted)
     if not wanted.read_calls:
         conversation = replace(conversation, tools=())
-    seed, anchors = wanted.sampling.seed, _salted(prompt.anchors, wanted.cache_salt)
+    seed, anchors = wanted.sampling.seed, _anchors(prompt, wanted)
     asked = []
     for own in [None] * wanted.n if seed is None else choice_seeds(seed, wanted.n):
         reader = reader_for(
@@ -195,5 +196,11 @@ def _grammar(
     return grammar_for(form, frontend.tokenizer, stop_ids, starts_inside=starts_inside)
 
 
-def _salted(anchors: Anchors, salt: str) -> Anchors:
-    return replace(anchors, key=anchors.key + b"\0" + salt.encode("utf-8", "surrogatepass")) if salt else anchors
+def _anchors(prompt: Prompt, wanted: Wanted) -> Anchors:
+    """The prompt's own, and its end where more than one answer begins there."""
+    anchors, end = prompt.anchors, len(prompt.token_ids) - 1
+    if wanted.n > 1 and end - max(anchors.at, default=0) >= MIN_SAVED:
+        anchors = replace(anchors, at=(*anchors.at, end))
+    if wanted.cache_salt:
+        anchors = replace(anchors, key=anchors.key + b"\0" + wanted.cache_salt.encode("utf-8", "surrogatepass"))
+    return anchors

@@ -127,14 +127,16 @@ class Engine:
         prompt = request.check(spec.n_addressable, spec.text.vocab_rows, limit)
         return Handle(request, len(prompt), self, listener)
 
-    def advance(self, handle: Handle) -> None:
-        """For handles: return once there is news."""
+    def advance(self, handle: Handle, *others: Handle) -> None:
+        """For handles: return once there is news of one of them; of the first, when a worker drives them."""
         worker = self._worker
         if worker is None:
-            while not handle.has_news:
+            handles = (handle, *others)
+            while not any(handle.has_news for handle in handles):
                 has_worked = self.core.step()
                 if not has_worked and self.core.is_idle:
-                    handle.end(None, stopped(self.core.fault or "it lost the request"))
+                    for handle in handles:
+                        handle.end(None, stopped(self.core.fault or "it lost the request"))
             return
         while not handle.has_news:
             if not worker.is_alive:
