@@ -1,0 +1,28 @@
+"""What a client is told when the replica that answered it has died, in the words of the API it called."""
+
+from ninfer_runtime.serve.errors import Problem, dialect_of
+from ninfer_runtime.serve.sse import DONE, compact_json, data_frame, named_frame
+
+LOST = Problem(503, "the replica that answered has died; ask again", "replica_lost", retry_after=1)
+
+
+def error_event(path: str, n_events: int) -> bytes:
+    """The event that ends a stream of which ``n_events`` events have been sent."""
+    dialect = dialect_of(path)
+    if dialect == "anthropic":
+        return named_frame("error", compact_json(LOST.body("anthropic")))
+    if path.startswith("/v1/responses"):
+        error = {
+            "type": "error",
+            "sequence_number": n_events,
+            "code": LOST.code,
+            "message": LOST.message,
+            "param": None,
+        }
+        return named_frame("error", compact_json(error))
+    return data_frame(compact_json(LOST.body("openai"))) + DONE
+
+
+def error_body(path: str) -> bytes:
+    """The body of a response that had not begun."""
+    return LOST.encoded(dialect_of(path))
