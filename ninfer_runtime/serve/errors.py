@@ -22,6 +22,7 @@ from ninfer_format.errors import (
     UsageError,
     VisionDisabledError,
 )
+from ninfer_runtime.media.errors import MediaBudgetError, MediaError, MediaFetchError, MediaTimeoutError
 
 Dialect = Literal["openai", "anthropic"]
 
@@ -114,6 +115,10 @@ class _Row:
 _INTERNAL = _Row(500, "internal_error", message="the server failed on this request; its log says how")
 _ROWS: tuple[tuple[type[BaseException], _Row], ...] = (
     (VisionDisabledError, _Row(400, "vision_disabled")),
+    (MediaBudgetError, _Row(400, "media_budget_exceeded")),
+    (MediaError, _Row(400, "invalid_media")),
+    (MediaTimeoutError, _Row(504, "media_fetch_timeout")),
+    (MediaFetchError, _Row(502, "media_fetch_failed")),
     (RequestError, _Row(400, "invalid_request")),
     (OverloadedError, _Row(429, "server_overloaded", RETRY_SECONDS)),
     (QueueTimeoutError, _Row(503, "request_queue_timeout", RETRY_SECONDS)),
