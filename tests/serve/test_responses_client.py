@@ -208,13 +208,25 @@ PICTURE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"
         ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0].content[0]", "vision_disabled"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "invalid_value"),
         ({"input": "word " * 600}, "input", "context_length_exceeded"),
-        ({"input": "word " * 600, "stream": True}, "input", "context_length_exceeded"),
     ],
 )
 def test_what_is_refused_has_its_name_and_code(client: OpenAI, fields: Any, param: str, code: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": MODEL, "input": "hi", **fields})
     assert (caught.value.param, caught.value.code) == (param, code)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_c11_c12_what_does_not_fit_is_refused_before_a_stream_opens(server: LiveServer, stream: bool) -> None:
+    long = {"type": "input_text", "text": "word " * 600}
+    for parts, words in (([long], "512"), ([long, PICTURE], "runs text only")):
+        content = {"role": "user", "content": parts}
+        counted = server.post("/v1/responses/input_tokens", {"model": MODEL, "input": [content]})
+        answered = server.post("/v1/responses", {"model": MODEL, "input": [content], "stream": stream})
+        assert (answered.status, answered.headers["content-type"]) == (400, "application/json")
+        n_tokens = str(counted.json.get("input_tokens", "runs text only"))
+        assert n_tokens in answered.json["error"]["message"]
+        assert words in answered.json["error"]["message"]
 
 
 def test_other_errors_are_the_clients_own(client: OpenAI, server: LiveServer) -> None:
