@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 JOBS ?= 2
 SUITE_SECONDS ?= 1440
 PYTEST_ARGS ?=
+CHROMIUM ?= /usr/bin/chromium
+PAGE_ARGS ?=
 # make gpu takes the Python that has the cuda extra, and writes this synthetic artifact unless it is there.
 GPU_PYTHON ?= $(PYTHON)
 GPU_IDENTITY ?= qwen3.6-27b/groupwise-int
@@ -19,7 +21,7 @@ RUN_STAMP := $(VENV)/.ninfer-run-stamp
 TEST_STAMP := $(VENV)/.ninfer-test-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow unit lint bench gpu watch clean distclean
+.PHONY: help setup setup-test demo test test-slow unit lint page bench gpu watch clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +45,20 @@ test-slow: $(TEST_STAMP)  ## the tests of minutes and gigabytes
 lint: $(TEST_STAMP)  ## ruff and mypy --strict over the tree
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+page: $(TEST_STAMP) build/page/.stamp build/page/dense.ninfer  ## the server's page in a headless Chromium (CHROMIUM=...); needs node
+	node --test tests/serve/page/modules.test.mjs
+	CHROMIUM=$(CHROMIUM) NINFER_PYTHON=$(BIN)/python node tests/serve/page/check.mjs build/page/dense.ninfer $(PAGE_ARGS)
+
+build/page/.stamp: tests/serve/page/package.json
+	@mkdir -p build/page
+	cp tests/serve/page/package.json build/page/package.json
+	npm install --prefix build/page --no-audit --no-fund --loglevel error
+	@touch $@
+
+build/page/dense.ninfer: $(TEST_STAMP)
+	@mkdir -p build/page
+	$(BIN)/ninfer-convert build examples/tiny/dense $@ --recipe bf16 --force
 
 bench: $(TEST_STAMP)  ## every benchmark of scripts/bench_*.py, one after the other
 	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -88,6 +88,9 @@ def test_wheel_ships_three_typed_packages_three_commands_and_the_licence(tmp_pat
         shipped = {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")}
         present = {path.relative_to(ROOT).as_posix() for path in (ROOT / package).rglob("*.py")}
         assert shipped == present
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ninfer_runtime/serve/web").iterdir()}
+    assert page
+    assert page <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
     assert any(name.endswith("/LICENSE") for name in names)
     for command in ("ninfer-convert", "ninfer-verify", "ninfer-run"):

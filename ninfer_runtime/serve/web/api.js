@@ -100,8 +100,8 @@ export class Api {
       }
     } catch (error) {
       if (error instanceof ApiError || signal.aborted) throw error;
-      throw new ApiError("network", "The connection to the server was lost.");
+      throw new ApiError("network", "The answer broke off; what arrived of it is kept.");
     }
-    if (!isComplete) throw new ApiError("network", "The connection to the server was lost.");
+    if (!isComplete) throw new ApiError("network", "The answer broke off; what arrived of it is kept.");
   }
 }

@@ -24,6 +24,26 @@ export function parseBlocks(text) {
   return parseLines(lines, 0);
 }
 
+const STRONG = /\*\*(?=\S)|(?<=\S)\*\*/g;
+
+/** A text that still grows: what its last line has opened is closed, so that `**bo` is not two stars for a while. */
+export function withClosedMarks(text) {
+  const start = text.lastIndexOf("\n") + 1;
+  const line = text.slice(start).trimEnd();
+  if (!/[*`]/.test(line) || parseBlocks(text).at(-1)?.type === "code") return text;
+  return text.slice(0, start) + closed(line);
+}
+
+function closed(line) {
+  const hasOpenCode = line.split("`").length % 2 === 0;
+  if (hasOpenCode) return line.endsWith("`") ? line.slice(0, -1) : `${line}\``;
+  // Stars at the end are the beginning of a mark, or half of one.
+  const bare = line.replace(/\*+$/, "");
+  const isOpen = (bare.replace(/`[^`]*`/g, "").match(STRONG) ?? []).length % 2 === 1;
+  if (isOpen) return `${bare}**`;
+  return /(?:^|\s)$/.test(bare) ? bare : line;
+}
+
 function parseLines(lines, depth) {
   const blocks = [];
   let at = 0;

@@ -7,6 +7,9 @@ const PUNCTUATION = /[\p{P}\p{S}]/u;
 
 /** More marks than this in one paragraph are text: the pairing below takes quadratic time. */
 const MAX_MARKS = 400;
+
+/** So many brackets and backticks that nothing closes are looked after; each search goes through the text behind it. */
+const MAX_MISSES = 100;
 const MAX_LINK = 2000;
 
 /** The address when a click on it is harmless, otherwise null. */
@@ -35,12 +38,15 @@ function scan(text, isLabel) {
   const parts = [];
   let plain = "";
   let marks = 0;
+  let misses = 0;
   const flush = () => {
     if (plain !== "") parts.push(plain);
     plain = "";
   };
   for (let at = 0; at < text.length; ) {
-    const piece = pieceAt(text, at, isLabel);
+    const isSearch = "[`".includes(text[at]);
+    const piece = isSearch && misses > MAX_MISSES ? null : pieceAt(text, at, isLabel);
+    if (isSearch && piece?.nodes === undefined) misses += 1;
     if (piece === null || (piece.mark !== undefined && (marks += 1) > MAX_MARKS)) {
       plain += text[at];
       at += 1;

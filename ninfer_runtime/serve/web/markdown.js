@@ -1,6 +1,6 @@
 /** Blocks as elements, and a view that remakes only the blocks that a longer text changed. */
 
-import { parseBlocks } from "./blocks.js";
+import { parseBlocks, withClosedMarks } from "./blocks.js";
 import { copyButton } from "./clipboard.js";
 import { h } from "./dom.js";
 import { highlight } from "./highlight.js";
@@ -72,10 +72,11 @@ export class MarkdownView {
   }
 
   /** The text so far. Blocks that did not change keep their nodes, so a selection in them survives. */
-  update(text) {
-    if (text === this.#text) return;
-    this.#text = text;
-    const blocks = levelHeadings(parseBlocks(text));
+  update(text, isEnd = true) {
+    const shown = isEnd ? text : withClosedMarks(text);
+    if (shown === this.#text) return;
+    this.#text = shown;
+    const blocks = levelHeadings(parseBlocks(shown));
     let same = 0;
     while (same < blocks.length && same < this.#blocks.length && isSame(blocks[same], this.#blocks[same])) same += 1;
     while (this.element.childNodes.length > same) this.element.lastChild.remove();

@@ -132,7 +132,7 @@ export class AnswerView {
     this.element.classList.toggle("is-running", isRunning);
     this.start.hidden = !isRunning || !isEmpty || Boolean(message.waiting);
     this.#updateThinking(isRunning);
-    this.markdown.update(message.content);
+    this.markdown.update(message.content, !isRunning);
     this.content.hidden = message.content === "";
     this.#updateCalls(isRunning, isLast);
     this.#updateTrouble(isBusy, isLast);

@@ -41,7 +41,7 @@ function memoryTable(plan) {
       const bar = new PartsBar(row.label, ["used"]);
       bar.update([row.bytes], largest, bytes(row.bytes));
       bar.element.setAttribute("aria-hidden", "true");
-      const place = row.place === "host" ? " (host)" : "";
+      const place = row.place === "host" && !row.label.startsWith("host") ? " (host)" : "";
       return h("tr", {}, h("th", { scope: "row" }, `${row.label}${place}`), h("td", { class: "memory-bar" }, bar.element), h("td", { class: "number" }, bytes(row.bytes)));
     });
   const total = h("tr", { class: "memory-total" }, h("th", { scope: "row" }, "device in all"), h("td"), h("td", { class: "number" }, bytes(plan.device_bytes)));
@@ -75,7 +75,7 @@ export class Panel {
     };
     this.tiles.pages.element.classList.add("tile-stacked");
     this.memory = h("section", { class: "tile", hidden: true });
-    this.about = h("section", { class: "tile" });
+    this.about = h("section", { class: "tile", hidden: true });
     this.note = h("p", { class: "panel-note" }, "Waiting for the server.");
     this.body = h("div", { class: "tiles", hidden: true }, Object.values(this.tiles).map((tile) => tile.element));
     root.append(this.note, this.body, this.memory, this.about);
@@ -108,6 +108,7 @@ export class Panel {
     this.uptime = h("dd");
     this.requests = h("dd");
     const rows = facts.filter(([, value]) => value).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]);
+    this.about.hidden = false;
     this.about.replaceChildren(h("h3", { class: "tile-title" }, "Server"), h("dl", { class: "about" }, rows, h("dt", {}, "Up for"), this.uptime, h("dt", {}, "Finished"), this.requests));
   }
 
@@ -176,7 +177,7 @@ export class Panel {
     }
     this.tiles.acceptance.element.hidden = false;
     const now = this.#history.latest("acceptance") ?? (stats.drafted > 0 ? stats.accepted / stats.drafted : null);
-    const places = stats.accepted_at.length > 1 ? `; by place ${stats.accepted_at.map(count).join(", ")}` : "";
+    const places = stats.accepted_at.length > 1 ? `\nby place ${stats.accepted_at.map(count).join(", ")}` : "";
     const detail = stats.drafted === 0 ? "no drafts yet" : `${count(stats.accepted)} of ${count(stats.drafted)} drafts since the start${places}`;
     this.tiles.acceptance.update(share(now), detail);
     this.sparks.acceptance.update(this.#history.series("acceptance"), { top: 1, say: share(now) });
@@ -185,9 +186,9 @@ export class Panel {
   #showPages(stats) {
     const { pages_cached: kept, pages_total: total, snapshots_used: states, snapshots_total: allStates } = stats;
     const busy = stats.pages_used - kept;
-    const details = [`${count(kept)} kept for reuse`, `${count(total - stats.pages_used)} free`, allStates > 0 ? `${count(states)} of ${counted(allStates, "saved state")}` : null];
+    const saved = allStates > 0 ? `\n${count(states)} of ${counted(allStates, "saved state")}` : "";
     this.pages.update([busy, kept], total, `${busy} in use, ${kept} kept, of ${total}`);
-    this.tiles.pages.update(count(busy), details.filter(Boolean).join(", "), `of ${count(total)} in use`);
+    this.tiles.pages.update(count(busy), `${count(kept)} kept for reuse, ${count(total - stats.pages_used)} free${saved}`, `of ${count(total)} in use`);
   }
 
   #showReuse(stats) {

@@ -35,8 +35,8 @@ export class Thread {
     });
     new ResizeObserver(() => {
       if (this.#follows) this.#scrollToEnd();
+      if (!chat.runningIn()) markScrollers(column);
     }).observe(column);
-    addEventListener("resize", () => markScrollers(column));
   }
 
   #rebuild() {
