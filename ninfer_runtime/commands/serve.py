@@ -1,5 +1,6 @@
 """``ninfer-run serve``: one model behind the HTTP APIs."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ninfer_runtime.engine.engine import Engine
     from ninfer_runtime.serve.service import Service
 
+LOG = logging.getLogger("ninfer.serve")
 WARM_UP_TOKENS = 4
 
 
@@ -74,6 +76,8 @@ def serve(
                 warm_up(engine, frontend)
                 service = Service(engine, frontend, settings, facts_of(session, engine, settings, sampling_options))
                 service.log.server_started(start_event(service))
+                if settings.media.roots or settings.media.allowed_networks:
+                    LOG.warning("the model does not see yet: requests with media are refused, --media-* change nothing")
                 return run(service, bound)
         finally:
             bound.close()

@@ -85,6 +85,14 @@ def serve(
     metrics_prefix: Annotated[
         str, typer.Option("--metrics-prefix", metavar="NAME", help="vllm fits dashboards made for it.")
     ] = "ninfer",
+    media_root: Annotated[
+        list[Path] | None,
+        typer.Option("--media-root", metavar="DIR", help="Requests may name files below it; repeatable."),
+    ] = None,
+    media_allow_net: Annotated[
+        list[str] | None,
+        typer.Option("--media-allow-net", metavar="NET", help="Media may come from this private network; repeatable."),
+    ] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page at /.")] = False,
     max_context: ServedContext = None,
     prefill_chunk: flags.PrefillChunk = 1024,
@@ -119,6 +127,7 @@ def serve(
     from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
     from ninfer_runtime.commands.serve import ServeEngineOptions
     from ninfer_runtime.commands.serve import serve as run
+    from ninfer_runtime.media.policy import MediaPolicy, read_networks
     from ninfer_runtime.serve.auth import read_keys
     from ninfer_runtime.serve.settings import MIB, ServeSettings
 
@@ -168,5 +177,6 @@ def serve(
             log_content=log_content,
             metrics_prefix=metrics_prefix,
             with_page=not no_page,
+            media=MediaPolicy(tuple(media_root or ()), read_networks(media_allow_net or ())),
         ),
     )

@@ -14,7 +14,8 @@ JSON_TYPES = ("application/json", "text/json")
 LARGE_BYTES = 1 << 16
 """Bodies from here on are parsed beside the event loop."""
 
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+"""A string (one without an end reaches to the end, so that no byte is looked at twice) or a bracket."""
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]], most_bytes: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ninfer_format.errors import UsageError
 from ninfer_runtime.config import SamplingParams
+from ninfer_runtime.media.policy import MediaPolicy
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -35,6 +36,7 @@ class ServeSettings:
     drain_seconds        how long running requests may go on after the first signal
     request_log          JSON lines are appended here; ``log_content`` adds prompts and answers
     metrics_prefix       of the Prometheus families
+    media                where pictures and videos of requests may come from, for models that see
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +62,7 @@ class ServeSettings:
     log_content: bool = False
     metrics_prefix: str = "ninfer"
     with_page: bool = True
+    media: MediaPolicy = field(default_factory=MediaPolicy)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
