@@ -83,7 +83,7 @@ PARTS: Mapping[str, tuple[Field, ...]] = {
     "output_text": OUTPUT_TEXT,
     "reasoning_text": REASONING_TEXT,
 }
-MEDIA_PARTS = frozenset({"input_image", "input_video", "image", "image_url", "video", "video_url"})
+MEDIA_PARTS = ("input_image", "input_video", "image", "image_url", "video", "video_url")
 
 FLAT_TOOL = (
     offered("type", OneOf(("function",)), required=True),
@@ -153,7 +153,7 @@ BLOCKS_OF_ROLE: Mapping[str, frozenset[str]] = {
     "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use"}),
     "system": frozenset({"text"}),
 }
-MEDIA_BLOCKS = frozenset({"image", "video"})
+MEDIA_BLOCKS = ("image", "video")
 
 TOOL = (
     offered("type", OneOf(("custom",))),
