@@ -115,6 +115,10 @@ class PrefixCache:
         for kept in alive:
             if kept is hit or kept.n_tokens in anchors.at:
                 self._retained.use(kept)
+        if match.differs:
+            # What went on otherwise behind more than the system block is this conversation before it was rewritten.
+            shared = min(anchors.at, default=0)
+            self._retained.leave_branches([kept for kept in alive if kept.snapshot and kept.n_tokens > shared])
         return Begun(pages, reuse)
 
     def keep(self, slot: int, anchors: Anchors, token_ids: Int32s, pages: Sequence[int], *, is_frontier: bool) -> None:

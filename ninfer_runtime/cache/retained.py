@@ -5,7 +5,7 @@ that is kept as well. What is given up raises the level that newly used texts st
 asks for ages as small ones come and go (the rule of GreedyDual: credit at the last use + cost).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ninfer_runtime.backends.base import Int32s, Place, Program, StateSnapshot
@@ -83,6 +83,12 @@ class Retained:
     def leave(self, kept: Kept) -> None:
         """Its conversation has gone on: nothing but its cost speaks for it."""
         kept.level = 0
+
+    def leave_branches(self, path: Sequence[Kept]) -> None:
+        """``leave`` every text that begins with one of ``path`` and is none of them."""
+        for kept in self.all():
+            if kept not in path and any(above in path for above in kept.shorter()):
+                self.leave(kept)
 
     def add(self, slot: int, key: bytes, token_ids: Int32s, pages: tuple[int, ...]) -> bool:
         """Keep the state of ``slot`` and a share of ``pages`` for a text that is not kept; False without a place."""

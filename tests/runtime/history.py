@@ -85,6 +85,11 @@ class HistoryProgram:
         assert np.array_equal(self._tokens[places], history), "the pages hold another text"
         followed = self._next[chunk.pages[before[:-1] // PAGE_TOKENS], before[:-1] % PAGE_TOKENS]
         assert np.array_equal(followed, history[1:]), "a proposer's keys were written for another text"
+        self._write(chunk)
+
+    def _write(self, chunk: PrefillChunk) -> None:
+        """Put the chunk into the pages, and what is now known to follow the token before it, and into the state."""
+        history = self._histories[chunk.slot]
         text = np.concatenate((history, chunk.token_ids))
         written = np.arange(len(history), len(text))
         self._tokens[chunk.pages[written // PAGE_TOKENS], written % PAGE_TOKENS] = chunk.token_ids
