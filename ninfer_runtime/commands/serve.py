@@ -60,6 +60,8 @@ def serve(
         require_extra(module, "serve")
     if settings.request_log is not None:
         check_path(settings.request_log, engine_options.path)
+    if settings.ready_file is not None and not settings.ready_file.parent.is_dir():
+        raise UsageError(f"--ready-file {settings.ready_file}: the folder {settings.ready_file.parent} does not exist")
     from ninfer_runtime.serve.server import bind, run, set_up_logging
     from ninfer_runtime.serve.service import Service
 

@@ -69,6 +69,10 @@ def serve(
     response_store_mib: Annotated[
         int, typer.Option("--response-store-mib", parser=positive, metavar="N", help="Room for them.")
     ] = 256,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option("--ready-file", metavar="FILE", help="Written once the server listens: its URL and process id."),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", parser=decimal, metavar="F", help="For running answers after a signal.")
     ] = 30.0,
@@ -170,6 +174,7 @@ def serve(
             max_request_bytes=max_request_mib * MIB,
             store_records=response_store_records,
             store_bytes=response_store_mib * MIB,
+            ready_file=ready_file,
             drain_seconds=drain_seconds,
             log_level=log_level,
             log_stats_seconds=log_stats_seconds,

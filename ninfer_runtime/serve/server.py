@@ -1,9 +1,12 @@
 """The process around a service: a bound socket, the HTTP server on it, its signals and its exit code."""
 
 import asyncio
+import json
 import logging
+import os
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,6 +55,13 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def write_ready_file(file: Path, bound: socket.socket) -> None:
+    """Whole or not at all: whoever waits for the file finds it complete."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    beside.write_text(json.dumps({"url": url_of(bound), "pid": os.getpid()}) + "\n", encoding="utf-8")
+    beside.replace(file)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn, with signals and the end left to the service's ``Life``."""
 
@@ -89,6 +99,8 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or ():
             LOG.info("listening on %s", url_of(bound))
+            if (file := self._service.settings.ready_file) is not None:
+                write_ready_file(file, bound)
 
 
 def run(service: Service, bound: socket.socket, server_of: type[HttpServer] = HttpServer) -> int:
@@ -100,6 +112,8 @@ def run(service: Service, bound: socket.socket, server_of: type[HttpServer] = Ht
     finally:
         sys.setswitchinterval(before)
         bound.close()
+        if service.settings.ready_file is not None:
+            service.settings.ready_file.unlink(missing_ok=True)
     return service.life.exit_code
 
 

@@ -33,6 +33,7 @@ class ServeSettings:
     preserve_thinking    keep the thinking of earlier turns in prompts
     max_request_bytes    of a body, checked before it is parsed; ``max_depth``: of nested arrays and objects
     store_records, store_bytes   of the Responses store
+    ready_file           written once the server listens (URL and process id), gone when it has ended
     drain_seconds        how long running requests may go on after the first signal
     request_log          JSON lines are appended here; ``log_content`` adds prompts and answers
     metrics_prefix       of the Prometheus families
@@ -55,6 +56,7 @@ class ServeSettings:
     max_depth: int = 128
     store_records: int = 1024
     store_bytes: int = 256 * MIB
+    ready_file: Path | None = None
     drain_seconds: float = 30.0
     log_level: LogLevel = "info"
     log_stats_seconds: float = 5.0
