@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,14 @@ class Cluster:
         )
         return made.headers["x-ninfer-replica"]
 
+    def stats(self, session: str) -> dict[str, Any]:
+        """Numbers of the session's engine."""
+        connection = HTTPConnection("127.0.0.1", PORT, timeout=60)
+        connection.request("GET", "/stats", headers={"x-session-id": session})
+        found: dict[str, Any] = json.loads(connection.getresponse().read())
+        connection.close()
+        return found
+
     def replicas(self) -> set[str]:
         """Those that answer now."""
         return {self.replica_of(f"probe {i}") for i in range(12)}
@@ -196,6 +205,29 @@ def test_stored_responses_are_continued_where_they_are(cluster: Cluster) -> None
             assert cluster.openai.responses.retrieve(made.id).id == made.id
 
 
+@needs_ray
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_cancels_its_answer(cluster: Cluster, is_stream: bool) -> None:
+    connection = HTTPConnection("127.0.0.1", PORT, timeout=60)
+    asked = {"model": MODEL, "messages": [user("Count.")], "max_tokens": 480, "ignore_eos": True, "stream": is_stream}
+    headers = {"x-session-id": "gone", "content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+    response = connection.getresponse() if is_stream else None
+    assert response is None or response.read(100)
+    until = time.monotonic() + 30
+    while cluster.stats("gone")["running"] == 0:
+        assert time.monotonic() < until
+    if response is not None:
+        response.close()
+    connection.close()
+    before = time.monotonic()
+    while cluster.stats("gone")["running"]:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    print(f"cancelled after {time.monotonic() - before:.2f} s")
+    assert cluster.stats("gone")["requests_finished"]["cancelled"] >= 1
+
+
 class Stream(threading.Thread):
     """One stream of one API, read to its end or to its error."""
 
@@ -257,6 +289,7 @@ def test_a_killed_replica_ends_its_own_streams_with_an_error_and_comes_back(clus
     while any(stream.n_events < 5 for stream in every):
         assert time.monotonic() < until, [(stream.api, stream.n_events, stream.error) for stream in every]
         time.sleep(0.02)
+    killed_at = time.monotonic()
     ray.kill(replica_actor(victim))
     # Meanwhile everybody is answered: the victim's sessions by the other one, its own as before.
     for session in (*sessions[victim][:4], *sessions[survivor][:4]):
@@ -273,9 +306,11 @@ def test_a_killed_replica_ends_its_own_streams_with_an_error_and_comes_back(clus
         failed = stream.error or stream.last
         assert "replica" in str(failed), (stream.api, failed)
         assert stream.error is not None or stream.last.type == "error"
+        print(f"{stream.api}: {type(failed).__name__} after {stream.n_events} events")
     found = cluster.wait_for(lambda replicas: len(replicas) == 2)
     assert victim not in found
     assert survivor in found
+    print(f"two replicas again {time.monotonic() - killed_at:.1f} s after one was killed")
 
 
 @needs_ray
