@@ -154,29 +154,30 @@ class PrefixCache:
     def _continued(self, slot: int, hit: Kept, n_pages: int) -> tuple[int, ...] | None:
         """The pages of a sequence that goes on from ``hit``, whose state is then in the slot.
 
-        The page of the last kept token is the sequence's own even when it is full: a proposer writes that token's keys
-        once the next one is known. It is copied, or taken over when the pool has no room for both.
+        The page that the kept text ends in is written behind it, so it is copied, or taken over when the pool has no
+        room for both.
         """
         snapshot = hit.snapshot
         assert snapshot is not None
-        n_shared = (hit.n_tokens - 1) // PAGE_TOKENS
-        shared, last = hit.pages[:n_shared], hit.pages[n_shared]
+        n_shared = hit.n_tokens // PAGE_TOKENS
+        shared, last = hit.pages[:n_shared], hit.pages[n_shared:]
         n_fresh = n_pages - n_shared
         n_available = self._pool.n_free + self._pool.n_idle - sum(map(self._pool.is_idle, hit.pages))
-        takes_over = n_available < n_fresh and self._pool.is_idle(last)
+        takes_over = n_available < n_fresh and any(map(self._pool.is_idle, last))
         if n_available + takes_over < n_fresh:
             return None
         self._retained.free_pages(n_fresh - takes_over, hit)
         fresh = self._pool.allocate(n_fresh - takes_over)
         self._pool.share(shared)
         self._program.restore(slot, snapshot)
-        if not takes_over:
-            self._program.copy_pages(np.array([last], np.int32), np.array(fresh[:1], np.int32))
-            return shared + fresh
-        self._pool.share((last,))
-        for kept in self._retained.holders(last, n_shared):
-            self._retained.evict(kept)
-        return (*shared, last, *fresh)
+        if takes_over:
+            self._pool.share(last)
+            for kept in self._retained.holders(last[0], n_shared):
+                self._retained.evict(kept)
+            return (*shared, *last, *fresh)
+        if last:
+            self._program.copy_pages(np.array(last, np.int32), np.array(fresh[:1], np.int32))
+        return shared + fresh
 
     # ---- reports -----------------------------------------------------------------------------
     def _report(self, key: bytes, match: Match[Kept], n_tokens: int, n_prompt: int) -> Reuse:

@@ -31,8 +31,7 @@ NOTHING = -1
 class HistoryProgram:
     """What prefix reuse asks of a program, with every rule of the seam checked.
 
-    A page holds per token its id, and the id that follows it: that is what a proposer's keys depend on, which are
-    written once the next token is known. ``n_prefilled`` counts computed tokens, ``n_moved`` relocated snapshots.
+    A page holds the ids of its tokens. ``n_prefilled`` counts computed tokens, ``n_moved`` relocated snapshots.
     """
 
     def __init__(self, limits: ProgramLimits) -> None:
@@ -42,7 +41,6 @@ class HistoryProgram:
         self.snapshots: dict[int, tuple[Place, Int32s]] = {}
         self._histories = [np.zeros(0, np.int32) for _ in range(limits.n_slots)]
         self._tokens = np.full((limits.n_pages, PAGE_TOKENS), NOTHING, np.int32)
-        self._next = np.full((limits.n_pages, PAGE_TOKENS), NOTHING, np.int32)
         self._serials = count(1)
 
     def history(self, slot: int) -> list[int]:
@@ -74,7 +72,6 @@ class HistoryProgram:
 
     def copy_pages(self, sources: Int32s, targets: Int32s) -> None:
         self._tokens[targets] = self._tokens[sources]
-        self._next[targets] = self._next[sources]
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read everything before the chunk from the pages, then write the chunk into them."""
@@ -83,18 +80,14 @@ class HistoryProgram:
         before = np.arange(len(history))
         places = chunk.pages[before // PAGE_TOKENS], before % PAGE_TOKENS
         assert np.array_equal(self._tokens[places], history), "the pages hold another text"
-        followed = self._next[chunk.pages[before[:-1] // PAGE_TOKENS], before[:-1] % PAGE_TOKENS]
-        assert np.array_equal(followed, history[1:]), "a proposer's keys were written for another text"
         self._write(chunk)
 
     def _write(self, chunk: PrefillChunk) -> None:
-        """Put the chunk into the pages, and what is now known to follow the token before it, and into the state."""
+        """Put the chunk into the pages and into the state."""
         history = self._histories[chunk.slot]
         text = np.concatenate((history, chunk.token_ids))
         written = np.arange(len(history), len(text))
         self._tokens[chunk.pages[written // PAGE_TOKENS], written % PAGE_TOKENS] = chunk.token_ids
-        known = np.arange(max(len(history) - 1, 0), len(text) - 1)
-        self._next[chunk.pages[known // PAGE_TOKENS], known % PAGE_TOKENS] = text[known + 1]
         self._histories[chunk.slot] = text
         self.n_prefilled += len(chunk.token_ids)
 
