@@ -136,7 +136,7 @@ def test_seed_repeats_a_sampled_generation(engine: Engine, seed: int) -> None:
     assert tokens(engine, request) == first
 
 
-def test_without_a_seed_every_generation_draws_one_and_names_it(engine: Engine) -> None:
+def test_e11_without_a_seed_every_generation_draws_one_and_names_it(engine: Engine) -> None:
     hot = SamplingParams(temperature=2.0, top_p=1.0, top_k=0)
     seeds = set()
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_without_a_seed_every_generation_draws_one_and_names_it(engine: Engine) 
     assert len(seeds) == 3
 
 
-def test_greedy_needs_no_clock_and_no_seed(engine: Engine) -> None:
+def test_e6_greedy_needs_no_clock_and_no_seed(engine: Engine) -> None:
     request = Request(PROMPT, SamplingParams(temperature=0.0, presence_penalty=1.0), max_new=12)
     assert tokens(engine, request) == tokens(engine, request)
 

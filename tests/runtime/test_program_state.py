@@ -74,7 +74,7 @@ def test_restore_empties_counts_and_resuming_sets_them(dense: BoundModel, fresh_
     assert first + step(program, first[-1], 4, row) == tokens
 
 
-def test_penalties_count_generated_tokens_only(model: BoundModel, fresh_seed: int) -> None:
+def test_e1_penalties_count_generated_tokens_only(model: BoundModel, fresh_seed: int) -> None:
     program, ids = program_of(model), random_ids(model, fresh_seed, 12)
     plain = prefill(program, ids)[-1, : model.spec.n_addressable]
     top = int(plain.argmax())
@@ -88,7 +88,7 @@ def test_penalties_count_generated_tokens_only(model: BoundModel, fresh_seed: in
     assert state_of(program)[2][drawn.token_id] == 1
 
 
-def test_every_rejected_draft_leaves_the_counts_alone(dense: BoundModel, fresh_seed: int) -> None:
+def test_e4_every_rejected_draft_leaves_the_counts_alone(dense: BoundModel, fresh_seed: int) -> None:
     program, ids = program_of(dense), random_ids(dense, fresh_seed, 30)
     prefill(program, ids)
     (first,) = step(program, 5, 1, Row(0, [5], PENALISED))
