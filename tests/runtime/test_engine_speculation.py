@@ -101,9 +101,10 @@ def mixed(engine: Engine, seed: int, n: int, kinds: Sequence[SamplingParams] = K
     return out
 
 
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
 SIZES = pytest.mark.parametrize(
     "n, windows",
-    [(10, (2, MAX_DRAFTS)), pytest.param(200, range(1, MAX_DRAFTS + 1), marks=pytest.mark.slow)],
+    [(10, (2, MAX_DRAFTS)), pytest.param(200, range(1, MAX_DRAFTS + 1), marks=LONG)],
     ids=["10", "200"],
 )
 
