@@ -47,6 +47,11 @@ async function errorOf(response) {
   });
 }
 
+/** The error event of a stream: the server failed at this answer, or it stops. */
+function streamError({ message = "The answer failed.", code = null }) {
+  return new ApiError(code === "service_unavailable" ? "unavailable" : "failed", message, { code });
+}
+
 export class Api {
   /** `getKey`: the API key or "". */
   constructor(getKey) {
@@ -95,7 +100,7 @@ export class Api {
           break;
         }
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError("failed", chunk.error.message ?? "The answer failed.", { code: chunk.error.code ?? null });
+        if (chunk.error) throw streamError(chunk.error);
         yield chunk;
       }
     } catch (error) {

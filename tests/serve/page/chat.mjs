@@ -6,6 +6,7 @@ export async function answersStream({ browser, server }) {
   const tab = await Tab.open(browser, server, DESKTOP);
   const { page } = tab;
   await tab.waitForState("connected");
+  assert.equal(await page.getByLabel("Message", { exact: true }).count(), 1);
   await tab.look("01-empty");
   await tab.say("How does prefix reuse work?");
   await page.locator("#send", { hasText: "Stop" }).waitFor();

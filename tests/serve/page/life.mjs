@@ -43,7 +43,7 @@ export async function aStopOfTheServerEndsTheAnswerWithAnError({ browser, server
   await tab.say("Tell me a story");
   await tab.answer.getByText("The lighthouse keeper counted").first().waitFor();
   await server.kill("SIGTERM");
-  await tab.answer.locator(".card.bad").waitFor();
+  await tab.answer.locator(".card.bad").getByText("The server is not available").waitFor();
   await tab.waitForState("lost");
   await tab.look("22-stopped-server");
   await server.start();
@@ -83,6 +83,33 @@ export async function aBusyServerIsTriedAgain({ browser, server }) {
   await tab.answer.getByRole("button", { name: "Give up" }).click();
   await tab.settle();
   assert.match(await tab.answer.locator(".facts").innerText(), /^stopped/);
+  await tab.close();
+}
+
+export async function theLivePanelShowsTheServersNumbers({ browser, server }) {
+  const tab = await Tab.open(browser, server, DESKTOP);
+  const { page } = tab;
+  await tab.waitForState("connected");
+  await tab.ask(`Hello ${"word ".repeat(300)}`);
+  await tab.ask("Hello again");
+  const tile = (title) => page.locator(".tile", { has: page.getByRole("heading", { name: title, exact: true }) });
+  // Two questions later everything has come to rest, on the page too.
+  await page.waitForResponse("**/stats");
+  await page.waitForResponse("**/stats");
+  const stats = await server.stats();
+  const props = await (await fetch(`${server.url}props`)).json();
+  const percent = (part, whole) => `${Math.round((100 * part) / whole)} %`;
+  const text = async (title) => (await tile(title).innerText()).replace(/\s+/g, " ").trim();
+  const whole = (n) => n.toLocaleString("en");
+  assert.ok(stats.reused_tokens > 0, "the second question reuses the first");
+  assert.match(await text("Generated"), /^Generated 0\.0 tokens\/s/);
+  assert.match(await text("Batch rows"), new RegExp(`^Batch rows 0 of ${stats.max_rows} 0 in prefill, 0 waiting`));
+  assert.ok((await text("KV pages")).startsWith(`KV pages ${stats.pages_used - stats.pages_cached} of ${stats.pages_total} in use ${stats.pages_cached} kept for reuse`), await text("KV pages"));
+  assert.ok((await text("Prefix hits")).includes(`${percent(stats.reused_tokens, stats.prompt_tokens)} ${whole(stats.reused_tokens)} of ${whole(stats.prompt_tokens)}`), await text("Prefix hits"));
+  assert.ok((await text("Draft acceptance")).includes(`${whole(stats.accepted)} of ${whole(stats.drafted)} drafts`), await text("Draft acceptance"));
+  const rows = await tile("Memory plan").locator("tbody tr").allInnerTexts();
+  assert.deepEqual(rows.map((row) => row.split("\t")[0]), [...props.memory_plan.rows.filter((row) => row.bytes > 0).map((row) => row.label), "device in all"]);
+  assert.match(await text("Server"), new RegExp(`Model ${props.model.id} Weights ${props.model.weights_id} .*Finished .*${stats.requests_finished["stop-token"]} stop-token`));
   await tab.close();
 }
 

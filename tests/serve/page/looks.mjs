@@ -250,3 +250,17 @@ export async function longAndOddTextIsDrawnQuickly({ browser, server }) {
   assert.deepEqual(slow, []);
   await tab.close();
 }
+
+export async function aFastAnswerIsKeptUpWith({ browser, server }) {
+  const tab = await Tab.open(browser, server, DESKTOP);
+  await tab.waitForState("connected");
+  const words = Array.from({ length: 20_000 }, (_, i) => (i % 40 === 39 ? "\n\n" : `word${i} `));
+  const chunks = words.map((content) => `data: ${JSON.stringify({ choices: [{ index: 0, delta: { content }, finish_reason: null }] })}\n\n`);
+  const body = `${chunks.join("")}data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n`;
+  await tab.page.route("**/v1/chat/completions", (route) => route.fulfill({ headers: { "Content-Type": "text/event-stream" }, body }));
+  await tab.say("Hello");
+  await tab.answer.getByText("word19998").waitFor({ timeout: 10_000 });
+  await tab.settle(5000);
+  assert.equal(await tab.answer.locator("p").count(), 500);
+  await tab.close();
+}
