@@ -66,7 +66,7 @@ def build_app(service: Service) -> Any:
     if service.settings.with_page:
         add_page(app)
     add_error_handlers(app, service)
-    described(app)
+    described(app, service.facts.model_id)
     return Front(app, service)
 
 
