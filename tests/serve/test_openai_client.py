@@ -426,7 +426,9 @@ def test_errors_are_the_clients_own_types(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("part", ["image_url", "video_url"])
-def test_media_is_refused_as_vision_disabled(client: openai.OpenAI, part: str, stream: bool) -> None:
+def test_c12_media_are_refused_as_vision_disabled_before_a_stream_opens(
+    client: openai.OpenAI, part: str, stream: bool
+) -> None:
     content = [{"type": "text", "text": "Look:"}, {"type": part, part: {"url": "data:image/png;base64,AAAA"}}]
     with pytest.raises(openai.BadRequestError) as caught:
         whole(client, messages=[{"role": "user", "content": content}], stream=stream)
