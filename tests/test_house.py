@@ -33,7 +33,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cfg", ".sh", ".yml", ".yaml", 
 
 SPEC_PAGES = (
     "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "engine", "text-stream",
-    "index", "cli", "verify", "convert-cli", "artifact-tools", "nvfp4-sources", "benchmarks", "kernels",
+    "index", "cli", "verify", "convert-cli", "artifact-tools", "nvfp4-sources", "benchmarks", "kernels", "grammars",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -146,6 +147,56 @@ def test_thinking_that_fills_the_budget_leaves_an_empty_answer(ninfer: Ninfer, m
     assert (run.code, run.out) == (0, "\n")
     assert "output-limit" in run.err
     assert "Tens" in run.err
+
+
+def test_a_thinking_budget_closes_the_block_and_the_answer_comes(ninfer: Ninfer, model: Path) -> None:
+    run = ninfer("generate", model, "--prompt", SUM, *GREEDY, "--max-thinking", 5, "--json").document
+    assert (run["reasoning"], run["finish_reason"]) == ("Tens: 10", "stop-token")
+    assert run["content"]
+    text = ninfer("generate", model, "--prompt", SUM, *GREEDY, "--max-thinking", 5)
+    assert text.out == run["content"] + "\n"
+    assert "\nTens: 10\n" in text.err
+
+
+def test_an_answer_has_the_form_that_an_option_prescribes(ninfer: Ninfer, model: Path, tmp_path: Path) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "sum.lark"
+    properties = {"sum": {"enum": [18, 19]}}
+    document = {"type": "object", "properties": properties, "required": ["sum"], "additionalProperties": False}
+    schema.write_text(json.dumps(document))
+    lark.write_text('start: "<" /[0-9]{2}/ ">"')
+    base = ("generate", model, "--prompt", SUM, *GREEDY, "--no-thinking")
+    assert json.loads(ninfer(*base, "--json-schema", schema).out)["sum"] in (18, 19)
+    assert re.fullmatch("<[0-9]{2}>\n", ninfer(*base, "--grammar", "-", stdin=lark.read_bytes()).out)
+    assert ninfer(*base, "--choice", "no", "--choice", "19!").out in ("no\n", "19!\n")
+    thought = ninfer("generate", model, "--prompt", SUM, *GREEDY, "--regex", "[a-c]{3}", "--json").document
+    assert re.fullmatch("[a-c]{3}", thought["content"])
+    assert thought["reasoning"] == THOUGHT
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
+        (("--regex", "a("), "unclosed group"),
+        (("--json-schema", "-"), "holds no JSON schema"),
+        (("--json-schema", "nowhere.json"), "nowhere.json: no such file"),
+        (("--grammar", "nowhere.lark"), "nowhere.lark: no such file"),
+        (("--regex", "a", "--ignore-eos"), "needs a stop id"),
+        (("--max-thinking", "3", "--raw-output"), "leave out --max-thinking"),
+    ],
+)
+def test_forms_and_budgets_that_cannot_work_are_refused(
+    arguments: tuple[str, ...], words: str, ninfer: Ninfer, model: Path
+) -> None:
+    run = ninfer("generate", model, "--prompt", SUM, *arguments, stdin=b"[1]")
+    assert (run.code, run.out) == (2, "")
+    assert words in run.err
+
+
+def test_a_conversation_takes_forms_from_files_only(ninfer: Ninfer, model: Path) -> None:
+    run = ninfer("chat", model, "--json-schema", "-", stdin=b"{}")
+    assert (run.code, run.out) == (2, "")
+    assert "standard input has the conversation" in run.err
 
 
 def test_ignore_eos_runs_on_and_still_shows_no_control_token(ninfer: Ninfer, model: Path) -> None:
