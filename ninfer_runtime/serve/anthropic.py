@@ -50,6 +50,7 @@ def question_of(values: Values, api: Api = "messages") -> Question:
         prompt_param="messages",
         thinking=asked.thinking,
         reasoning_effort=asked.reasoning_effort,
+        effort_param="output_config.effort",
         preserve_thinking=asked.preserve_thinking,
         thinking_budget=budget,
         sampling=sampling_of(values),

@@ -1,7 +1,7 @@
 """What a client is told when something goes wrong: one ``Problem``, in the envelope of the API that was called.
 
 OpenAI routes (and every path that is no API's) answer ``{"error": {"message", "type", "param", "code"}}``, Anthropic
-routes ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
+routes ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``.
 """
 
 import json
@@ -73,7 +73,9 @@ class Problem:
         """The JSON body."""
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+            details = {"error_code": self.code, "param": self.param}
+            error = {"type": kind, "message": self.message, "details": details}
+            return {"type": "error", "error": error, "request_id": request_id}
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -399,7 +399,8 @@ _ANTHROPIC_PROMPT = (
     refused("mcp_servers", "the server calls no tools by itself", []),
     refused("context_management", "a prompt that is too long is refused"),
     refused("betas", "there are none", []),
-    refused("thread", "send the whole conversation"),
+    # The client's tool runner knows this code, and goes on without a thread.
+    refused("thread", "send the whole conversation", code="thread_unsupported_request"),
 )
 MESSAGES: tuple[Field, ...] = (
     *_ANTHROPIC_PROMPT,

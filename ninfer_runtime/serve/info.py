@@ -1,6 +1,7 @@
 """What the server is and does: models, health, properties, numbers, metrics."""
 
 import dataclasses
+import datetime
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,12 @@ def model_document(service: "Service") -> dict[str, Any]:
         "input_modalities": ["text"],
         "output_modalities": ["text"],
         "default_sampling": _sampling(service),
+        # The Anthropic client's names.
+        "type": "model",
+        "display_name": facts.model_id,
+        "created_at": datetime.datetime.fromtimestamp(facts.created, datetime.UTC).isoformat(),
+        "max_input_tokens": facts.max_context,
+        "max_tokens": facts.max_output,
         # As llama.cpp's server has it.
         "meta": {"n_ctx_train": facts.max_context, "n_ctx": facts.max_context, "n_vocab": facts.n_addressable},
     }
@@ -45,7 +52,9 @@ def model_document(service: "Service") -> dict[str, Any]:
 
 def models_document(service: "Service") -> dict[str, Any]:
     """``GET /v1/models``."""
-    return {"object": "list", "data": [model_document(service)]}
+    name = service.facts.model_id
+    paging = {"first_id": name, "last_id": name, "has_more": False}
+    return {"object": "list", "data": [model_document(service)], **paging}
 
 
 def one_model(service: "Service", name: str) -> dict[str, Any]:

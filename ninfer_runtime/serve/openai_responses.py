@@ -81,6 +81,7 @@ def asked_of(service: "Service", store: ResponseStore, values: Values, api: Api 
         prompt_param="input",
         thinking=False if budget == 0 else asked.thinking,
         reasoning_effort=asked.reasoning_effort,
+        effort_param="reasoning.effort",
         preserve_thinking=preserve,
         thinking_budget=budget or None,
         sampling=sampling_of(values),

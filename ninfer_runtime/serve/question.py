@@ -25,7 +25,7 @@ class Question:
     api               for metrics and the log
     conversation      what to answer; None for a text completion
     texts             prompts of a text completion, each a text or token ids
-    prompt_param      the field an over-long prompt is blamed on
+    prompt_param      the field an over-long prompt is blamed on; ``effort_param``: a level the template lacks
     thinking          None: the server's default
     sampling          SamplingParams fields the request sets
     max_new           None: the server's default
@@ -43,6 +43,7 @@ class Question:
     prompt_param: str = "messages"
     thinking: bool | None = None
     reasoning_effort: str | None = None
+    effort_param: str = "reasoning_effort"
     preserve_thinking: bool | None = None
     thinking_budget: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +94,7 @@ def render(service: "Service", question: Question) -> tuple[Prompt, ...]:
         raise ApiError(
             f"the reasoning effort {effort!r} is not supported; this model knows {levels}",
             code="reasoning_effort_not_supported",
-            param="reasoning_effort",
+            param=question.effort_param,
         )
     if question.tool_choice.mode == "none":
         conversation = replace(conversation, tools=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ class ScriptedEngine:
 
     def __init__(self, real: Engine, seed: int = 0) -> None:
         self.script: Sequence[int] = ()
+        self.first: deque[Sequence[int]] = deque()
+        """Scripts of the next requests, in front of ``script``."""
         self.reuse = Reuse()
         self.error: BaseException | None = None
         """Ends every request after its script, in place of a stop token."""
@@ -36,8 +39,9 @@ class ScriptedEngine:
     def submit(self, request: Request, listener: Listener | None = None) -> Handle:
         """Answer in a thread of its own, as the worker would."""
         handle = Handle(request, len(request.token_ids), self, listener)
-        sizes = [self._draw.randint(1, BURST) for _ in range(len(self.script) + 1)]
-        threading.Thread(target=self._answer, args=(handle, list(self.script), sizes), daemon=True).start()
+        script = self.first.popleft() if self.first else self.script
+        sizes = [self._draw.randint(1, BURST) for _ in range(len(script) + 1)]
+        threading.Thread(target=self._answer, args=(handle, list(script), sizes), daemon=True).start()
         return handle
 
     def stats(self) -> EngineStats:

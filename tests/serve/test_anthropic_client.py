@@ -7,7 +7,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
+from pydantic import BaseModel
 
 from ninfer_format.errors import NonFiniteError
 from tests.property.test_any_split import byte_ids
@@ -121,6 +122,16 @@ def test_a_schema_is_followed(client: Anthropic) -> None:
     assert isinstance(json.loads(block.text)["fine"], bool)
 
 
+class Sum(BaseModel):
+    result: int
+    fine: bool
+
+
+def test_the_client_parses_what_follows_its_model(client: Anthropic) -> None:
+    made = client.messages.parse(messages=QUESTION, output_format=Sum, **PLAIN | {"max_tokens": 100})
+    assert isinstance(made.parsed_output, Sum)
+
+
 def test_thinking_can_be_limited_and_left_out(client: Anthropic) -> None:
     made = client.messages.create(
         model="any", max_tokens=64, messages=QUESTION, extra_body=GREEDY,
@@ -184,6 +195,25 @@ def test_what_is_refused_is_named(client: Anthropic, fields: Any, words: str) ->
     assert body["request_id"] == caught.value.request_id or body["request_id"].startswith("req_")
 
 
+def test_refusals_have_codes_and_paths(client: Anthropic) -> None:
+    for fields, code, param in (
+        ({"output_config": {"effort": "high"}}, "reasoning_effort_not_supported", "output_config.effort"),
+        ({"extra_body": {"context_management": {}}}, "unsupported_parameter", "context_management"),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.messages.create(messages=QUESTION, **{**PLAIN, "thinking": {"type": "adaptive"}, **fields})
+        body: Any = caught.value.body
+        assert body["error"]["details"] == {"error_code": code, "param": param}
+
+
+def test_c27_the_model_and_its_limits_are_found(client: Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.type, model.max_input_tokens, model.max_tokens) == ("model", 512, 511)
+    assert client.models.retrieve(model.id).display_name == model.id
+    assert model.created_at is not None
+    assert model.created_at.year >= 2024
+
+
 def test_c21_errors_have_this_apis_form_on_every_path_of_it(server: LiveServer) -> None:
     for method, path, body in (
         ("POST", "/v1/messages", b"{"), ("GET", "/v1/messages", None), ("POST", "/v1/messages/none", {}),
@@ -192,7 +222,7 @@ def test_c21_errors_have_this_apis_form_on_every_path_of_it(server: LiveServer) 
         answered = server.ask(method, path, body)
         assert answered.status in (400, 404, 405)
         assert answered.json["type"] == "error"
-        assert set(answered.json["error"]) == {"type", "message"}
+        assert set(answered.json["error"]) == {"type", "message", "details"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -245,3 +275,28 @@ def test_d13_several_uses_stream_one_after_the_other(artifact_of: ArtifactOf) ->
         ) as stream:
             final = stream.get_final_message()
         assert [block.input for block in final.content if block.type == "tool_use"] == [use["input"] for use in uses]
+
+
+def test_the_clients_tool_runner_runs_its_tools_without_a_thread(artifact_of: ArtifactOf) -> None:
+    asked = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Weather of a city.
+
+        Args:
+            city: Its name.
+        """
+        asked.append(city)
+        return f"sunny in {city}"
+
+    with scripted(artifact_of("dense", "bf16")) as (server, engine):
+        engine.first.append([byte_ids()[byte] for byte in call("get_weather", ("city", "Paris")).encode()])
+        engine.script = [byte_ids()[byte] for byte in b"It is sunny."]
+        runner = client_of(server).beta.messages.tool_runner(
+            model="any", max_tokens=200, messages=QUESTION, tools=[get_weather], thinking=OFF
+        )
+        made = list(runner)
+    assert asked == ["Paris"]
+    assert [message.stop_reason for message in made] == ["tool_use", "end_turn"]
+    assert [block.type for block in made[1].content] == ["text"]

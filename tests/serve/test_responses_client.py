@@ -195,7 +195,7 @@ PICTURE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"
         ({"truncation": "auto"}, "truncation", "truncation_not_supported"),
         ({"include": ["file_search_call.results"]}, "include[0]", "include_not_supported"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "reasoning_option_not_supported"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort", "reasoning_effort_not_supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning_effort_not_supported"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "text_option_not_supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "tool_type_not_supported"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_request"),
