@@ -217,7 +217,7 @@ def drawn(**fields: Any) -> GenerationParams:
     return GenerationParams(**{**values, **fields})
 
 
-def test_answers_of_one_request_are_those_of_their_seeds_in_any_company(llm: LLM) -> None:
+def test_e10_e12_answers_of_one_request_are_those_of_their_seeds_in_any_company(llm: LLM) -> None:
     (request,) = llm.chat(STORY, drawn(n=4), thinking=False)
     assert [output.index for output in request.outputs] == [0, 1, 2, 3]
     assert len({output.token_ids for output in request.outputs}) == 4
@@ -229,7 +229,7 @@ def test_answers_of_one_request_are_those_of_their_seeds_in_any_company(llm: LLM
         assert output.token_ids == alone.outputs[0].token_ids
 
 
-def test_without_a_seed_answers_differ(llm: LLM) -> None:
+def test_e11_without_a_seed_answers_differ(llm: LLM) -> None:
     requests = llm.chat([STORY] * 3, drawn(seed=None, n=2), thinking=False)
     outputs = [output for request in requests for output in request.outputs]
     assert len({output.token_ids for output in outputs}) > 3
@@ -239,7 +239,7 @@ def test_without_a_seed_answers_differ(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_log_probabilities_are_those_of_the_raw_logits(k: int, llm: LLM) -> None:
+def test_e9_log_probabilities_are_those_of_the_raw_logits(k: int, llm: LLM) -> None:
     (request,) = llm.chat(STORY, drawn(logprobs=k, presence_penalty=1.0), thinking=False)
     (output,) = request.outputs
     assert output.logprobs is not None
@@ -283,7 +283,13 @@ def test_an_answer_has_its_least_length(llm: LLM) -> None:
     assert longer.token_ids[: len(plain.token_ids) - 1] == plain.token_ids[:-1]
 
 
-def test_a_thinking_budget_is_kept_and_the_answer_comes(llm: LLM) -> None:
+def test_d23_thinking_that_fills_the_answer_is_all_there_is(llm: LLM) -> None:
+    output = one(llm, SUM, GenerationParams(temperature=0, max_tokens=10))
+    assert (output.text, output.finish_reason, output.n_reasoning_tokens) == ("", "length", 10)
+    assert output.reasoning == llm.tokenizer.decode(list(output.token_ids))
+
+
+def test_d23_a_thinking_budget_is_kept_and_the_answer_comes(llm: LLM) -> None:
     free = one(llm, SUM)
     params = GenerationParams(temperature=0, max_thinking=9, closing_phrase=" Enough.", logprobs=0)
     output = one(llm, SUM, params)
@@ -343,7 +349,7 @@ def test_calls_that_must_come_fit_their_schemas_whatever_is_asked(choice: Any, l
             assert call.name == "get_weather" or choice == "required"
 
 
-def test_tools_are_read_offered_or_left_out(llm: LLM) -> None:
+def test_d16_tools_are_read_offered_left_out_or_cut(llm: LLM) -> None:
     free = one(llm, WEATHER, tools=[KNOWN], thinking=False)
     (call,) = free.tool_calls
     assert (call.name, json.loads(call.arguments), free.text) == ("get_weather", {"city": "Paris"}, "")
