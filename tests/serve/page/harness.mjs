@@ -128,7 +128,7 @@ export class Tab {
   }
 
   /** Wait until nothing is written any more. */
-  async settle(timeout = 60_000) {
+  async settle(timeout = 120_000) {
     await this.page.locator("#send", { hasText: "Send" }).waitFor({ timeout });
   }
 
