@@ -343,6 +343,17 @@ def test_engines_restart_one_by_one_and_nobody_notices(cluster: Cluster) -> None
 
 
 @needs_ray
+def test_the_config_file_is_one() -> None:
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+    from serve_app import Args
+
+    config = ServeDeploySchema.model_validate(yaml.safe_load((HERE / "config.yaml").read_text("utf-8")))
+    (application_config,) = config.applications
+    assert Args(**application_config.args).gpus == 1
+
+
+@needs_ray
 def test_a_replica_whose_engine_has_failed_says_so() -> None:
     from serve_app import Engine
 
