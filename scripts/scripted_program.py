@@ -1,6 +1,7 @@
 """A program that says a given text and costs nothing, so that what is measured or tested around it is all there is.
 
-The token at index ``i`` of every sequence is ``script[i % len(script)]``, whatever came before. Chunks and rounds take
+The token at index ``i`` of every sequence is ``script[i % len(script)]``, whatever came before; where a mask forbids it,
+one of those that are allowed. Chunks and rounds take
 as long as they are told to; errors come when they are asked for.
 """
 
@@ -27,6 +28,7 @@ from ninfer_runtime.backends.base import (
     RowStatus,
     StateSnapshot,
     Ticket,
+    Uint32s,
 )
 from ninfer_runtime.config import EngineConfig
 from ninfer_runtime.engine.memory_plan import program_limits
@@ -121,7 +123,7 @@ class ScriptedProgram:
         logprobs = None
         if (n := chunk.n_top_logprobs) is not None:
             logprobs = Logprobs(np.float32(-0.5), np.arange(n, dtype=np.int32), np.full(n, -1, np.float32))  # type: ignore[arg-type]
-        return PrefillResult(self._token(end), _NO_LOGITS, None, logprobs, True)
+        return PrefillResult(self._token(end, chunk.logits_mask), _NO_LOGITS, None, logprobs, True)
 
     def launch(self, round_: Round) -> Ticket:
         """One token per row."""
@@ -134,7 +136,8 @@ class ScriptedProgram:
             if start + 1 == self.not_finite_at:
                 emitted[row], status[row] = 0, RowStatus.NOT_FINITE
                 continue
-            ids[row, 0] = token = self._token(start + 1)
+            mask = round_.logits_mask
+            ids[row, 0] = token = self._token(start + 1, None if mask is None else mask[row, 0])
             if token in round_.stop_ids[row]:
                 status[row] = RowStatus.STOP_ID
             elif round_.budget[row] == 1:
@@ -167,10 +170,14 @@ class ScriptedProgram:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _token(self, index: int) -> int:
+    def _token(self, index: int, mask: Uint32s | None) -> int:
         if self.on_draw is not None:
             self.on_draw(index)
-        return int(self.script[index % len(self.script)])
+        token = int(self.script[index % len(self.script)])
+        if mask is None or mask[token // 32] >> (token % 32) & 1:
+            return token
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        return int(allowed[index % len(allowed)])
 
     def _work(self, seconds: float) -> None:
         if self.fails is not None:

@@ -32,8 +32,9 @@ REGISTRY_HOSTS = re.compile("|".join(HOSTS))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cfg", ".sh", ".yml", ".yaml", ".json", ".jinja", ".html", ""}
 
 SPEC_PAGES = (
-    "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "engine", "text-stream",
+    "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "engine",
     "index", "cli", "verify", "convert-cli", "artifact-tools", "nvfp4-sources", "benchmarks", "kernels", "grammars",
+    "serving", "api-openai", "text-stream",
 )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from anthropic.resources.beta.messages import Messages as BetaMessages
 from anthropic.resources.messages import Messages
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
 from openai.resources.responses import Responses
 from openai.resources.responses.input_tokens import InputTokens
 
@@ -32,6 +34,8 @@ def test_the_tables_of_a_page_are_those_of_the_server(page: Path) -> None:
 @pytest.mark.parametrize(
     ("api", "method"),
     [
+        ("chat", ChatCompletions.create),
+        ("completions", Completions.create),
         ("responses", Responses.create),
         ("input_tokens", InputTokens.count),
         ("messages", Messages.create),

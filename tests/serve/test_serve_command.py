@@ -188,3 +188,16 @@ def test_a_file_that_is_none_is_said(ninfer: Ninfer) -> None:
     found = ninfer("serve", "/no/such/file.ninfer", *SMALL)
     assert found.code not in (0, 1)
     assert "/no/such/file.ninfer" in found.err
+
+
+def test_the_specs_name_every_option() -> None:
+    from typer.main import get_command
+
+    from ninfer_runtime.cli import app
+
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
+    page = (ROOT / "specs" / "cli.md").read_text(encoding="utf-8")
+    assert len(options) > 40
+    missing = {name for name in options - {"--help"} if f"`{name}" not in page}
+    assert not missing
