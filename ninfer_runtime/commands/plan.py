@@ -14,7 +14,7 @@ from ninfer_runtime.backends.cuda.card import DRIVER_BYTES, CardBackend, card_ke
 from ninfer_runtime.backends.cuda.planned import CARDS, Card, planned_model
 from ninfer_runtime.commands.options import PlanOptions
 from ninfer_runtime.config import EngineConfig
-from ninfer_runtime.engine.memory_plan import Survey, mebibytes, survey
+from ninfer_runtime.engine.memory_plan import GRID_SEQUENCES, Survey, mebibytes, survey
 from ninfer_runtime.models.binder import BoundModel, bind
 
 _SCHEMA = "ninfer.plan/1"
@@ -64,7 +64,7 @@ def _on_card(model: BoundModel, card: Card, config: EngineConfig) -> CardSurvey:
 def _remedy(found: Survey) -> str:
     if found.fits:
         return "-"
-    return found.remedy or "no flag helps"
+    return found.remedy or "a smaller artifact"
 
 
 def _count(number: int | None) -> str:
@@ -84,6 +84,7 @@ _ROWS: tuple[tuple[str, Callable[[CardSurvey], str]], ...] = (
     ("free", lambda found: mebibytes(found.survey.left_bytes)),
     ("fits", lambda found: "yes" if found.survey.fits else "no"),
     ("KV pool, tokens", lambda found: _count(found.survey.plan.limits.n_pages * found.survey.plan.limits.page_tokens)),
+    ("KV pool if auto", lambda found: _count(found.survey.auto_tokens)),
     ("largest context", lambda found: _count(found.survey.context)),
     ("most sequences", lambda found: _count(found.survey.concurrency)),
     ("what would fit", lambda found: _remedy(found.survey)),
@@ -102,6 +103,16 @@ def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey])
     for label, *texts in cells:
         columns = (text.rjust(width) for text, width in zip(texts, widths[1:], strict=True))
         yield f"{label:<{widths[0]}}  {'  '.join(columns)}"
+    for found in cards:
+        if not any(any(row) for row in found.survey.grid.values()):
+            continue
+        yield ""
+        # Each sequence has its whole context in the pool.
+        rows = [[f"longest context on {found.card.name}", *(f"{n} at once" for n in GRID_SEQUENCES)]]
+        rows += [[f"--kv-dtype {kv_dtype}", *map(_count, row)] for kv_dtype, row in found.survey.grid.items()]
+        wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for label, *texts in rows:
+            yield label.ljust(wide[0]) + "".join("  " + text.rjust(w) for text, w in zip(texts, wide[1:], strict=True))
     for refusal in dict.fromkeys(found.refusal for found in cards if found.refusal):
         yield f"estimated, since the backend refuses it today: {refusal}"
 
@@ -137,6 +148,10 @@ def _card_document(found: CardSurvey) -> dict[str, Any]:
         "largest_context": survey_.context,
         "largest_concurrency": survey_.concurrency,
         "auto_kv_tokens": survey_.auto_tokens,
+        "context_by_kv_dtype": {
+            kv_dtype: {str(n): tokens for n, tokens in zip(GRID_SEQUENCES, row, strict=True)}
+            for kv_dtype, row in survey_.grid.items()
+        },
         "remedy": survey_.remedy,
         "estimated": found.refusal,
     }

@@ -1,6 +1,6 @@
 """From an ``EngineConfig`` to a memory plan, before anything is allocated; and what would fit where it does not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ninfer_format.errors import UnsupportedError, UsageError
@@ -16,6 +16,9 @@ LONGEST_CONTEXT = 1 << 20
 """Where the search for the largest context ends when the model names no limit of its own."""
 
 _SMALLER_KV: tuple[KvDtype, ...] = ("int8", "fp6")
+KV_FORMATS: tuple[KvDtype, ...] = ("bf16", *_SMALLER_KV)
+GRID_SEQUENCES = (1, 2, 4, 8)
+ContextGrid = Mapping[KvDtype, tuple[int | None, ...]]
 Fits = Callable[[EngineConfig], bool]
 
 
@@ -88,10 +91,20 @@ def plan_within(backend: Backend, model: BoundModel, config: EngineConfig, free:
     return planned(n_pages or least)
 
 
-def largest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
-    """The largest n in low .. high that ``holds``, which is true up to some n and false beyond; None: not even low."""
+def largest(low: int, high: int, holds: Callable[[int], bool], guess: int | None = None) -> int | None:
+    """The largest n in low .. high that ``holds``, which is true up to some n and false beyond; None: not even low.
+
+    With a good ``guess`` few n are tried.
+    """
     if high < low or not holds(low):
         return None
+    n, step = guess, 1
+    while n is not None and low < n <= high:
+        if holds(n):
+            low, n = n, n + step
+        else:
+            high, n = n - 1, n - step
+        step *= 4
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
@@ -111,8 +124,11 @@ def fits_on(backend: Backend, model: BoundModel) -> Fits:
     return fits
 
 
-def largest_context(model: BoundModel, config: EngineConfig, fits: Fits) -> int | None:
-    """The longest context at the config's concurrency, in whole pages (or the model's limit); None: not even one."""
+def largest_context(model: BoundModel, config: EngineConfig, fits: Fits, guess: int | None = None) -> int | None:
+    """The longest context at the config's concurrency, in whole pages (or the model's limit); None: not even one.
+
+    ``guess``: its pages, to find it sooner.
+    """
     limit = model.spec.max_position or LONGEST_CONTEXT
     if isinstance(config.kv_capacity, int):
         limit = min(limit, config.kv_capacity)
@@ -120,13 +136,32 @@ def largest_context(model: BoundModel, config: EngineConfig, fits: Fits) -> int 
     def context(pages: int) -> EngineConfig:
         return replace(config, max_context=min(limit, pages * PAGE_TOKENS))
 
-    pages = largest(1, -(-limit // PAGE_TOKENS), lambda n: fits(context(n)))
+    pages = largest(1, -(-limit // PAGE_TOKENS), lambda n: fits(context(n)), guess)
     return None if pages is None else context(pages).max_context
 
 
 def largest_concurrency(config: EngineConfig, fits: Fits) -> int | None:
     """The most sequences at the config's context; None: not even one."""
     return largest(1, MAX_CONCURRENCY, lambda n: fits(replace(config, max_concurrency=n)))
+
+
+def context_grid(backend: Backend, model: BoundModel, config: EngineConfig, free: int) -> ContextGrid:
+    """The longest context of every KV format beside every number of sequences, each with its whole context in the pool.
+
+    Everything else is the config's.
+    """
+    fits, grid = fits_on(backend, model), {}
+    for kv_dtype in KV_FORMATS:
+        row = []
+        for n in GRID_SEQUENCES:
+            short = replace(config, max_context=PAGE_TOKENS, kv_dtype=kv_dtype, max_concurrency=n, kv_capacity=None)
+            guess = None
+            if fits(short):  # nearly all that grows with the context are its pages
+                plan = plan_within(backend, model, short, free)
+                guess = 1 + (free - plan.reserved_bytes) // max(1, plan.kv_bytes)
+            row.append(largest_context(model, short, fits, guess))
+        grid[kv_dtype] = tuple(row)
+    return grid
 
 
 def remedy(model: BoundModel, config: EngineConfig, fits: Fits) -> str | None:
@@ -187,6 +222,7 @@ class Survey:
     fits        whether the plan fits ``free_bytes``, what the device has for a program
     context     the longest context at the plan's concurrency; ``concurrency``: the most sequences at its context
     auto_tokens tokens of the pool that ``kv_capacity="auto"`` takes; None where it does not fit
+    grid        longest context by KV format and number of sequences (``GRID_SEQUENCES``)
     remedy      flags that make the config fit, when it does not
     """
 
@@ -196,6 +232,7 @@ class Survey:
     context: int | None
     concurrency: int | None
     auto_tokens: int | None
+    grid: ContextGrid
     remedy: str | None
 
     @property
@@ -218,5 +255,6 @@ def survey(backend: Backend, model: BoundModel, config: EngineConfig) -> Survey:
         context=largest_context(model, config, fits),
         concurrency=largest_concurrency(config, fits),
         auto_tokens=auto.limits.n_pages * PAGE_TOKENS if auto.reserved_bytes <= free else None,
+        grid=context_grid(backend, model, config, free),
         remedy=None if does_fit else remedy(model, config, fits),
     )

@@ -50,6 +50,7 @@ class CardBackend:
         self.card = card
         self._backend = CudaBackend(card.as_device())
         self._twins: dict[int, BoundModel] = {}
+        self._weight_bytes: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def free_memory(self, options: ProgramOptions) -> int:
         """What the card has for a program when nothing else runs on it."""
@@ -79,16 +80,19 @@ class CardBackend:
             self._twins[id(model)] = dense_twin(model)
         kv_dtype = "int8" if options.kv_dtype == "fp6" else options.kv_dtype
         runnable = replace(options, kv_dtype=kv_dtype, proposer="none", draft_head=False)
-        plan = self._backend.plan_memory(self._twins[id(model)], limits, runnable)
+        plan = self._backend.plan_memory(self._twins[id(model)], replace(limits, max_drafts=0), runnable)
         drafts = options.proposer != "none"
         components = ("text", *("mtp",) * drafts, *("draft_head",) * options.draft_head)
-        inventory = expected_inventory(model.artifact.directory, model.config)
+        if (known := (id(model), components)) not in self._weight_bytes:
+            inventory = expected_inventory(model.artifact.directory, model.config)
+            self._weight_bytes[known] = resident_bytes(inventory, components)
         text, storage = model.spec.text, _storage(options)
         token = token_bytes(storage, len(model.spec.attention_layers) + drafts, text.n_kv_heads, text.head_dim)
         return replace(
             plan,
+            limits=limits,
             options=options,
-            weight_bytes=resident_bytes(inventory, components),
+            weight_bytes=self._weight_bytes[known],
             kv_bytes=limits.n_pages * limits.page_tokens * token,
         )
 
