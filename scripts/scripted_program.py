@@ -1,8 +1,7 @@
 """A program that says a given text and costs nothing, so that what is measured or tested around it is all there is.
 
-The token at index ``i`` of every sequence is ``script[i % len(script)]``, whatever came before; where a mask forbids it,
-one of those that are allowed. Chunks and rounds take
-as long as they are told to; errors come when they are asked for.
+The token at index ``i`` of every sequence is ``script[i % len(script)]``, whatever came before; where a mask forbids
+it, one of those that are allowed. Chunks and rounds take as long as they are told to; errors come when asked for.
 """
 
 from __future__ import annotations

@@ -158,4 +158,4 @@ def service_of(
     chosen = replace(chosen, port=0, model_id=chosen.model_id or MODEL)
     session = Session(artifact, EngineOptions(Path(artifact.path)))
     found: Facts = replace(facts_of(session, engine, chosen, SamplingOptions()), **facts)
-    return Service(standing_in or engine, Frontend.open(artifact), chosen, found)
+    return Service(standing_in or engine, Frontend.open(artifact, chosen.chat_template), chosen, found)

@@ -281,3 +281,44 @@ def test_a_short_drain_and_a_long_patience_fit_the_container() -> None:
     grace = float(re.findall(r"stop_grace_period: (\d+)s", text)[0])
     assert grace > drain
     assert replace(ServeSettings(), drain_seconds=drain).drain_seconds == drain
+
+
+# ---- settings that change prompts ------------------------------------------------------------------
+LEVELS = """
+{%- if reasoning_effort is defined and reasoning_effort not in ('low', 'medium', 'xhigh') %}
+{{- raise_exception('no such effort') }}{%- endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% else %}<think>
+{{ {'low': 'Be quick.', 'medium': '', 'xhigh': 'Take your time.'}[reasoning_effort | default('xhigh')] }}{% endif %}
+"""
+
+
+def test_levels_of_effort_are_those_of_the_template(artifact_of: ArtifactOf, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(LEVELS)
+    settings = ServeSettings(chat_template=template, default_max_tokens=3, thinking=False)
+    with programmed(artifact_of("dense", "bf16"), settings=settings) as (server, _):
+        thinking = server.ask("GET", "/props").json["thinking"]
+        assert (thinking["effort_levels"], thinking["default_effort"]) == (["low", "medium", "xhigh"], "xhigh")
+        assert thinking["is_default"] is False
+
+        def prompt(**fields: Any) -> str:
+            turn = [{"role": "user", "content": "Hi"}]
+            return str(server.post("/apply-template", {"messages": turn, **fields}).json["prompt"])
+
+        assert "</think>" in prompt()
+        assert prompt(enable_thinking=True).rstrip().endswith("Take your time.")
+        assert prompt(reasoning_effort="low").rstrip().endswith("Be quick.")
+        assert prompt(chat_template_kwargs={"reasoning_effort": "low"}) == prompt(reasoning_effort="low")
+        assert prompt(reasoning_effort="none") == prompt()
+        refused = server.chat("Hi", reasoning_effort="high")
+        assert (refused.status, refused.json["error"]["code"]) == (400, "reasoning_effort_not_supported")
+        assert "low, medium, xhigh" in refused.json["error"]["message"]
+        # The server's default limit holds where a request names none.
+        assert server.chat("Hi").json["usage"]["completion_tokens"] == 3
