@@ -43,15 +43,9 @@ class Asked:
 
     question: Question
     values: Values
-    before: tuple[Item, ...]
+    earlier: Stored | None
     given: tuple[Item, ...]
-    tools: tuple[dict[str, Any], ...]
     is_stored: bool
-
-    @property
-    def history(self) -> tuple[Item, ...]:
-        """The items that are answered."""
-        return (*self.before, *self.given)
 
 
 def asked_of(service: "Service", store: ResponseStore, values: Values, api: Api = "responses") -> Asked:
@@ -74,7 +68,7 @@ def asked_of(service: "Service", store: ResponseStore, values: Values, api: Api 
     budget = values.get("thinking_budget")
     is_stored = values.get("store", True) and api == "responses"
     if is_stored:
-        store.check_room(n_bytes_of([before, given]))
+        store.check_room((earlier.n_history if earlier is not None else 0) + n_bytes_of(given))
     question = Question(
         api=api,
         conversation=conversation_of(values.get("instructions"), (*before, *given), tools),
@@ -93,7 +87,7 @@ def asked_of(service: "Service", store: ResponseStore, values: Values, api: Api 
         stream=values.get("stream", False),
         log_fields=log_fields_of(values),
     )
-    return Asked(question, values, before, given, tools, is_stored)
+    return Asked(question, values, earlier, given, is_stored)
 
 
 def _format_of(values: Values) -> "GrammarSpec | None":
@@ -290,7 +284,7 @@ class ResponseWriter:
     def _keep(self, document: dict[str, Any]) -> None:
         if self._asked.is_stored:
             asked = self._asked
-            self._store.put(Stored(document, asked.before, asked.given, asked.question.preserve_thinking))
+            self._store.put(Stored.of(document, asked.given, asked.earlier, asked.question.preserve_thinking))
 
     @property
     def _status(self) -> str:

@@ -10,25 +10,50 @@ from ninfer_runtime.serve.errors import ApiError
 from ninfer_runtime.serve.responses_items import Item
 
 
+def n_bytes_of(value: Any) -> int:
+    """Size of a JSON value, as text."""
+    return len(json.dumps(value, separators=(",", ":")))
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response. ``before``: items of the chain it continues; ``given``: of its own request; its output is in the
-    document. A record holds all it needs, so deleting another one leaves it usable."""
+    """One response, made by ``of``. A record holds all it needs, so deleting another one leaves it usable.
+
+    before, given   items of the chain it continues, and of its own request; its output is in the document
+    n_history       bytes of the history, as JSON text;  ``n_bytes``: of the whole record
+    """
 
     document: dict[str, Any]
     before: tuple[Item, ...]
     given: tuple[Item, ...]
-    preserve_thinking: bool | None = None
+    preserve_thinking: bool | None
+    n_history: int
+    n_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        document: dict[str, Any],
+        given: tuple[Item, ...],
+        earlier: "Stored | None" = None,
+        preserve_thinking: bool | None = None,
+    ) -> "Stored":
+        """The record of a response that answers ``given`` behind ``earlier``; only what is new is measured."""
+        before, n_before = (earlier.history, earlier.n_history) if earlier is not None else ((), 0)
+        n_asked = n_before + n_bytes_of(given)
+        return cls(
+            document,
+            before,
+            given,
+            preserve_thinking,
+            n_asked + n_bytes_of(document["output"]),
+            n_asked + n_bytes_of(document),
+        )
 
     @property
     def history(self) -> tuple[Item, ...]:
         """Everything said up to and with this response."""
         return (*self.before, *self.given, *self.document["output"])
-
-
-def n_bytes_of(items: Sequence[Any]) -> int:
-    """Size of JSON values, as text."""
-    return len(json.dumps(items, separators=(",", ":")))
 
 
 class ResponseStore:
@@ -37,7 +62,7 @@ class ResponseStore:
     def __init__(self, max_records: int, max_bytes: int) -> None:
         self._max_records = max_records
         self._max_bytes = max_bytes
-        self._records: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._records: OrderedDict[str, Stored] = OrderedDict()
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -48,7 +73,7 @@ class ResponseStore:
         if response_id not in self._records:
             raise not_found(response_id, param)
         self._records.move_to_end(response_id)
-        return self._records[response_id][0]
+        return self._records[response_id]
 
     def check_room(self, n_bytes: int) -> None:
         """ApiError when a response of this size could never be kept."""
@@ -62,20 +87,21 @@ class ResponseStore:
 
     def put(self, stored: Stored) -> None:
         """Keep a response; older ones go until there is room. ApiError when there never is."""
-        size = n_bytes_of([stored.document, stored.before, stored.given])
-        self.check_room(size)
-        while self._records and (len(self._records) >= self._max_records or self.n_bytes + size > self._max_bytes):
-            _, (_, dropped) = self._records.popitem(last=False)
-            self.n_bytes -= dropped
-        self._records[stored.document["id"]] = (stored, size)
-        self.n_bytes += size
+        self.check_room(stored.n_bytes)
+        while self._records and self._is_full(stored.n_bytes):
+            _, dropped = self._records.popitem(last=False)
+            self.n_bytes -= dropped.n_bytes
+        self._records[stored.document["id"]] = stored
+        self.n_bytes += stored.n_bytes
+
+    def _is_full(self, n_bytes: int) -> bool:
+        return len(self._records) >= self._max_records or self.n_bytes + n_bytes > self._max_bytes
 
     def delete(self, response_id: str) -> None:
         """Forget a response; ApiError 404 when there is none."""
         if response_id not in self._records:
             raise not_found(response_id, "response_id")
-        _, size = self._records.pop(response_id)
-        self.n_bytes -= size
+        self.n_bytes -= self._records.pop(response_id).n_bytes
 
 
 def not_found(response_id: str, param: str) -> ApiError:

@@ -11,11 +11,12 @@ from ninfer_runtime.serve.responses_store import ResponseStore, Stored, n_bytes_
 
 
 def stored(name: str, size: int = 10) -> Stored:
-    return Stored({"id": name, "output": [{"id": f"{name}-out", "text": "x" * size}]}, (), ({"id": f"{name}-in"},))
+    document = {"id": name, "output": [{"id": f"{name}-out", "text": "x" * size}]}
+    return Stored.of(document, ({"id": f"{name}-in"},))
 
 
 def size_of(record: Stored) -> int:
-    return n_bytes_of([record.document, record.before, record.given])
+    return n_bytes_of(record.document) + n_bytes_of(record.given)
 
 
 def test_what_was_put_is_there_until_it_is_deleted() -> None:
@@ -30,6 +31,15 @@ def test_what_was_put_is_there_until_it_is_deleted() -> None:
         with pytest.raises(ApiError, match="not stored here") as caught:
             ask("a")
         assert (caught.value.problem.status, caught.value.problem.code) == (404, "response_not_found")
+
+
+def test_a_record_that_continues_another_counts_all_it_holds() -> None:
+    first = stored("a", 100)
+    later = Stored.of({"id": "b", "output": [{"id": "b-out"}]}, ({"id": "b-in"},), first, True)
+    assert [item["id"] for item in later.history] == ["a-in", "a-out", "b-in", "b-out"]
+    assert later.n_history == first.n_history + n_bytes_of(later.given) + n_bytes_of(later.document["output"])
+    assert later.n_bytes == first.n_history + n_bytes_of(later.given) + n_bytes_of(later.document)
+    assert later.n_bytes >= n_bytes_of([later.document, later.before, later.given]) - 10
 
 
 def test_the_least_recently_used_gives_way_to_number_and_to_size() -> None:
