@@ -42,7 +42,7 @@ new SettingsDialog({ settings, connection, store, chat });
 
 function showTitle() {
   setText(byId("title"), chat.conversation.title);
-  document.title = chat.conversation.title ? `${chat.conversation.title} · NInfer` : "NInfer";
+  document.title = chat.conversation.title ? `${chat.conversation.title} · ninfer` : "ninfer";
 }
 for (const type of ["open", "messages"]) chat.addEventListener(type, showTitle);
 chat.addEventListener("open", () => sessionStorage.setItem(SHOWN, chat.conversation.id));

@@ -81,7 +81,7 @@ export class Thread {
     return h(
       "div",
       { class: "welcome" },
-      h("p", { class: "welcome-title" }, model ?? "NInfer"),
+      h("p", { class: "welcome-title" }, model ?? "ninfer"),
       h("p", {}, facts.filter(Boolean).join(" · ")),
       h("p", {}, "Conversations stay in this browser. The model runs on the machine that served this page."),
     );
