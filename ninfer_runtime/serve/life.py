@@ -96,20 +96,27 @@ class Life:
         while self.state != "stopping":
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            stats = self._service.engine.stats()
-            if not stats.is_healthy and self.state in ("ready", "draining"):
-                self._fail(stats.fault or "unknown")
-            if now >= next_keep_alive:
+            if is_due := now >= next_keep_alive:
                 next_keep_alive = now + KEEP_ALIVE_SECONDS
-                for answers in list(self._service.active):
-                    answers.poke()
-            self._service.log.tick(stats)
-            if self.state == "draining" and self._n_active == 0:
-                self._stop()
-            elif self.state == "draining" and now >= self._until:
-                self._abort("the server is stopping and its time for running requests is over")
-            elif self.state == "failed" and now >= self._until:
-                self._stop()
+            try:
+                self._tick(now, is_due)
+            except Exception:  # one tick that fails must not be the last: draining and faults are found here
+                LOG.exception("the server's clockwork failed")
+
+    def _tick(self, now: float, keep_alive: bool) -> None:
+        stats = self._service.engine.stats()
+        if not stats.is_healthy and self.state in ("ready", "draining"):
+            self._fail(stats.fault or "unknown")
+        if keep_alive:
+            for answers in list(self._service.active):
+                answers.poke()
+        self._service.log.tick(stats)
+        if self.state == "draining" and not (self._n_active or self._service.n_alive):
+            self._stop()
+        elif self.state == "draining" and now >= self._until:
+            self._abort("the server is stopping and its time for running requests is over")
+        elif self.state == "failed" and now >= self._until:
+            self._stop()
 
     def _fail(self, fault: str) -> None:
         LOG.error("the engine has failed: %s", fault)

@@ -307,6 +307,38 @@ def test_a_first_signal_lets_running_answers_end_and_takes_no_more(artifact: Pat
         assert wait_for_end(server) == EXIT_GOOD
 
 
+def test_a_prompt_that_is_being_made_counts_as_running(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def slowly(*arguments: Any) -> Any:
+        begun.append(1)
+        time.sleep(0.8)
+        return prepare(*arguments)
+
+    monkeypatch.setattr("ninfer_runtime.serve.service.prepare", slowly)
+    with programmed(artifact) as (server, _), server.raw(CHAT, body(max_tokens=3)) as client:
+        until(lambda: bool(begun))
+        interrupt(server)
+        client.settimeout(20)
+        assert b"200 OK" in client.recv(1 << 16)
+        assert wait_for_end(server) == EXIT_GOOD
+
+
+def test_a_clockwork_that_fails_once_goes_on(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with programmed(artifact) as (server, _):
+        failures = []
+
+        def fails(*_: Any) -> None:
+            failures.append(1)
+            raise OSError("a log that is gone")
+
+        monkeypatch.setattr(server.service.log, "tick", fails)
+        until(lambda: bool(failures))
+        monkeypatch.undo()
+        interrupt(server)
+        assert wait_for_end(server) == EXIT_GOOD
+
+
 def test_an_idle_server_ends_on_the_first_signal(artifact: Path) -> None:
     with programmed(artifact) as (server, _):
         interrupt(server)
