@@ -152,7 +152,7 @@ class MissReason(Enum):
     """Why no longer prefix was reused."""
 
     NONE = "none"
-    """All of the prompt but its last token was."""
+    """Everything that is known of the prompt was: the rest is new, or its last token."""
     OFF = "off"
     EMPTY = "empty"
     """Nothing is kept under this key."""
