@@ -6,8 +6,9 @@ engine, whatever the number of answers. An API module turns ``Piece`` after ``Pi
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ninfer_format.errors import NinferError
@@ -244,32 +245,41 @@ class Answers:
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """The pieces with those of one answer in one, in the order of their first news."""
-    by_index: dict[int, Piece] = {}
+    by_index: dict[int, list[Piece]] = {}
     for piece in pieces:
-        before = by_index.get(piece.index)
-        if before is None:
-            by_index[piece.index] = piece
-        else:
-            events = joined_events([*before.events, *piece.events])
-            by_index[piece.index] = Piece(piece.index, events, before.drawn + piece.drawn, piece.ending)
-    return list(by_index.values())
+        by_index.setdefault(piece.index, []).append(piece)
+    return [same[0] if len(same) == 1 else _one_piece(same) for same in by_index.values()]
 
 
-def joined_events(events: Sequence[Event]) -> list[Event]:
-    """The events with neighbouring texts of one kind, and neighbouring pieces of one call's arguments, joined."""
+def _one_piece(pieces: Sequence[Piece]) -> Piece:
+    events = joined_events(event for piece in pieces for event in piece.events)
+    drawn = tuple(one for piece in pieces for one in piece.drawn)
+    return Piece(pieces[0].index, events, drawn, pieces[-1].ending)
+
+
+def joined_events(events: Iterable[Event]) -> list[Event]:
+    """The events with neighbouring texts of one kind, and neighbouring pieces of one call's arguments, joined.
+
+    The time is linear: each run is joined once, not piece by piece.
+    """
     out: list[Event] = []
-    for event in events:
-        last = out[-1] if out else None
-        match event, last:
-            case (ContentText(text), ContentText(before)):
-                out[-1] = ContentText(before + text)
-            case (ReasoningText(text), ReasoningText(before)):
-                out[-1] = ReasoningText(before + text)
-            case (ToolCallArguments(index, text), ToolCallArguments(other, before)) if index == other:
-                out[-1] = ToolCallArguments(index, before + text)
+    for _, run in groupby(events, _run_of):
+        same = list(run)
+        match same[0]:
+            case ContentText():
+                out.append(ContentText("".join(event.text for event in same if isinstance(event, ContentText))))
+            case ReasoningText():
+                out.append(ReasoningText("".join(event.text for event in same if isinstance(event, ReasoningText))))
+            case ToolCallArguments(index):
+                fragments = (event.fragment for event in same if isinstance(event, ToolCallArguments))
+                out.append(ToolCallArguments(index, "".join(fragments)))
             case _:
-                out.append(event)
+                out += same
     return out
+
+
+def _run_of(event: Event) -> tuple[type[Event], int]:
+    return type(event), event.index if isinstance(event, ToolCallArguments) else 0
 
 
 def engine_requests(service: "Service", prepared: Prepared) -> list[tuple[Request, ChoiceReader]]:
