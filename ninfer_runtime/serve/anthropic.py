@@ -225,6 +225,7 @@ class MessageWriter:
 
     dialect: Dialect = "anthropic"
     keep_alive = PING
+    is_pure = True
 
     def __init__(self, values: Values, answers: Answers, new_id: Callable[[], str] = new_message_id) -> None:
         self._model = values["model"]

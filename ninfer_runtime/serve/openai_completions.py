@@ -80,6 +80,7 @@ class CompletionWriter:
 
     dialect: Dialect = "openai"
     keep_alive = KEEP_ALIVE
+    is_pure = True
 
     def __init__(self, service: "Service", values: Values, answers: Answers) -> None:
         self._service = service

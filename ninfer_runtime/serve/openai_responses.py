@@ -215,6 +215,7 @@ class ResponseWriter:
 
     dialect: Dialect = "openai"
     keep_alive = KEEP_ALIVE
+    is_pure = False
 
     def __init__(self, service: "Service", store: ResponseStore, asked: Asked, answers: Answers) -> None:
         self._service = service

@@ -171,6 +171,13 @@ def test_e9_log_probabilities_are_those_of_the_answer(client: openai.OpenAI, top
             assert entry.top_logprobs[0].logprob == entry.logprob
 
 
+def test_log_probabilities_of_many_tokens(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    logprobs = client.completions.create(**fields, logprobs=1, seed=1).choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs or ()) == 400
+
+
 def test_c4_a_stop_string_ends_the_answer_and_is_not_shown(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"extra_body": PLAIN, "temperature": 0, "max_tokens": 60}
     text = whole(client, **fields).choices[0].message.content
