@@ -1,6 +1,6 @@
 """A server under mixed clients that come and go: does it answer as in a quiet run, and give everything back?
 
-    python scripts/soak_serve.py [--model FILE] [--seconds 600] [--clients 8] [--seed N]
+    python scripts/soak_serve.py [--model FILE] [--seconds 600] [--clients 8] [--seed N] [-- OPTIONS OF THE SERVER]
 
 `ninfer-run serve` runs as a process of its own on the reference backend. First every question is asked alone. Then
 clients ask at random, whole and streamed, over all APIs; some leave in the middle of an answer, some half-close or
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -179,13 +179,13 @@ class Server:
 
 
 @contextmanager
-def running_server(model: Path) -> Iterator[Server]:
-    """`ninfer-run serve` on a free port; killed if it has not ended behind the block."""
+def running_server(model: Path, more: Sequence[str] = ()) -> Iterator[Server]:
+    """`ninfer-run serve` on a free port, with ``more`` options; killed if it has not ended behind the block."""
     options = {
         "--port": 0, "--model-id": MODEL, "--max-context": 512, "--max-concurrency": ROWS, "--max-pending": PENDING,
         "--pending-seconds": 0, "--log-level": "info", "--log-stats-seconds": 0,
     }  # fmt: skip
-    flags = [str(part) for pair in options.items() for part in pair]
+    flags = [*(str(part) for pair in options.items() for part in pair), *more]
     start = "import sys; from ninfer_runtime.cli import main; sys.exit(main())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -329,9 +329,11 @@ def wait_until_idle(server: Server) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def soak(model: Path, seconds: float, n_clients: int, seed: int) -> tuple[dict[str, Any], list[str]]:
+def soak(
+    model: Path, seconds: float, n_clients: int, seed: int, more: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """The document and what is wrong."""
-    with running_server(model) as server:
+    with running_server(model, more) as server:
         known: dict[tuple[int, bool], Any] = {}
         problems = []
         for index, question in enumerate(questions()):
@@ -373,6 +375,7 @@ def soak(model: Path, seconds: float, n_clients: int, seed: int) -> tuple[dict[s
         "seconds": seconds,
         "clients": n_clients,
         "seed": seed,
+        "options": list(more),
         "requests": dict(tally.counts),
         "resident_mib": {"second_quarter": round(second / 2**20, 1), "last_quarter": round(last / 2**20, 1)},
         "pages": {name: stats[f"pages_{name}"] for name in ("used", "cached", "total")},
@@ -390,9 +393,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("options", nargs="*", help="further options of the server, behind --")
     arguments = parser.parse_args()
     with model_file(arguments.model) as model:
-        document, problems = soak(model, arguments.seconds, arguments.clients, arguments.seed)
+        options = arguments.options
+        document, problems = soak(model, arguments.seconds, arguments.clients, arguments.seed, options)
     print(json.dumps(document, indent=2))
     return 1 if problems else 0
 
