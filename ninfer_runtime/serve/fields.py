@@ -203,7 +203,7 @@ _OF_OTHER_SERVERS = (
     ),
     offered("include_stop_str_in_output", Boolean(), "The stop string stays in the text."),
     offered("cache_salt", String(1), "Only requests with the same salt share a prefix cache."),
-    refused("min_tokens", "an answer may end at any token", 0),
+    offered("min_tokens", Integer(0, MAX_TOKENS), "No end token before so many; not with a prescribed form."),
     refused("skip_special_tokens", "control tokens are never shown", True),
     refused("spaces_between_special_tokens", "control tokens are never shown", True, False),
     refused("use_beam_search", "answers are sampled", False),

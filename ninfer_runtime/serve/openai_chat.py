@@ -55,6 +55,7 @@ def question_of(service: "Service", values: Values) -> Question:
         thinking_budget=budget or None,
         sampling=sampling_of(values),
         max_new=values.get("max_completion_tokens", values.get("max_tokens")),
+        min_new=values.get("min_tokens", 0),
         stops=values.get("stop", ()),
         include_stop=values.get("include_stop_str_in_output", False),
         stop_token_ids=stop_token_ids_of(values),

@@ -35,6 +35,7 @@ def question_of(service: "Service", values: Values) -> Question:
         thinking=False,
         sampling=sampling_of(values),
         max_new=values.get("max_tokens", DEFAULT_MAX_TOKENS),
+        min_new=values.get("min_tokens", 0),
         stops=values.get("stop", ()),
         include_stop=values.get("include_stop_str_in_output", False),
         stop_token_ids=stop_token_ids_of(values),

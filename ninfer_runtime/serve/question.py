@@ -28,7 +28,7 @@ class Question:
     prompt_param      the field an over-long prompt is blamed on; ``effort_param``: a level the template lacks
     thinking          None: the server's default
     sampling          SamplingParams fields the request sets
-    max_new           None: the server's default
+    max_new           None: the server's default;  ``min_new``: no end token before so many
     stops             of the answer;  ``include_stop`` keeps the one that hit
     n                 answers per prompt
     n_top_logprobs    as in ``Request``
@@ -48,6 +48,7 @@ class Question:
     thinking_budget: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_new: int | None = None
+    min_new: int = 0
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -130,6 +131,7 @@ def wanted_of(service: "Service", prepared: Prepared) -> Wanted:
     return Wanted(
         sampling=prepared.sampling,
         max_new=prepared.max_new,
+        min_new=question.min_new,
         n=question.n,
         stops=question.stops,
         include_stop=question.include_stop,

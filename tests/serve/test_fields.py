@@ -37,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
     "max_completion_tokens": {"max_completion_tokens": 1},
     "max_tokens": {"max_tokens": 1},
+    "min_tokens": {"min_tokens": 1},
     "temperature": {"temperature": 0.5},
     "top_p": {"top_p": 0.5},
     "top_k": {"top_k": 5},

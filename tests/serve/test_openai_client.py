@@ -200,6 +200,19 @@ def test_the_output_limit_ends_with_length(client: openai.OpenAI) -> None:
         assert answer.usage.completion_tokens == 3
 
 
+def test_an_answer_is_at_least_as_long_as_asked(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+    usual = whole(client, **fields, extra_body=PLAIN)
+    assert usual.choices[0].finish_reason == "stop"
+    assert usual.usage is not None
+    least = usual.usage.completion_tokens + 10
+    longer = whole(client, **fields, extra_body={**PLAIN, "min_tokens": least}).usage
+    assert longer is not None
+    assert longer.completion_tokens >= least
+    with pytest.raises(openai.BadRequestError):
+        whole(client, max_tokens=5, extra_body={"min_tokens": 6})
+
+
 # ---- thinking --------------------------------------------------------------------------------------
 def test_effort_none_and_the_switch_turn_thinking_off(client: openai.OpenAI) -> None:
     for fields in (
