@@ -38,6 +38,9 @@ class Lane:
     n_folded: int = 0
     drafts: tuple[int, ...] = ()
     n_rounds: int = 0
+    n_masked: int = 0
+    """Rounds whose masks must be there before the launch; ``distrust``: so many the last time."""
+    distrust: int = 0
     started_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     is_exact: bool = True

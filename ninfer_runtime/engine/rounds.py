@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ninfer_format.errors import GenerationError
 from ninfer_runtime.backends.base import (
     Int32s,
     Logprobs,
@@ -19,25 +18,25 @@ from ninfer_runtime.backends.base import (
     RoundResult,
     RowStatus,
     Ticket,
-    Uint32s,
     following,
     page_table,
 )
 from ninfer_runtime.engine.lane import Lane
+from ninfer_runtime.engine.masks import RoundMasks, have_grammars, masks_of, may_come_late, note_left, note_masked_round
 from ninfer_runtime.engine.sequence import TokenEvent
 from ninfer_runtime.engine.stats import Totals
 
 Deliver = Callable[[Lane, tuple[TokenEvent, ...]], None]
-_ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched round that is neither read nor committed."""
+    """A launched round that is neither read nor committed. ``late``: its masks, where it was launched without."""
 
     round: Round
     ticket: Ticket
     lanes: tuple[Lane, ...]
+    late: RoundMasks | None = None
 
 
 class Rounds:
@@ -63,6 +62,10 @@ class Rounds:
             return
         if self._flight is None:
             self._flight = self._launch(self._build(ready), tuple(ready))
+            if self._flight.round.logits_mask is None and have_grammars(ready):
+                # While the device works; its own drafts are those the host knows.
+                held = [int(n) - 1 for n in self._flight.round.n_columns]
+                self._flight.late = masks_of(ready, held, self._words)
         if not self._may_run_ahead(self._flight):
             self.settle()
             return
@@ -110,7 +113,7 @@ class Rounds:
 
     def _may_run_ahead(self, flight: _Flight) -> bool:
         """Launching one more now is exact, and not all of it would be thrown away."""
-        if not self._program.runs_ahead or any(lane.handle.request.grammar is not None for lane in flight.lanes):
+        if not self._program.runs_ahead or have_grammars(flight.lanes):
             return False
         if any(lane.handle.asked_to_end is not None for lane in flight.lanes):
             return False
@@ -139,7 +142,12 @@ class Rounds:
     def _build(self, lanes: Sequence[Lane]) -> Round:
         """A round from what the host knows."""
         held = [min(len(lane.drafts), lane.budget - 1) for lane in lanes]
-        masks, held = self._masks(lanes, held)
+        masks = None
+        if have_grammars(lanes) and not may_come_late(lanes):
+            masks = masks_of(lanes, held, self._words)
+            held = list(masks.held)
+            for lane in lanes:
+                note_masked_round(lane)
         q = 1 + max(held)
         token_ids = np.zeros((len(lanes), q), np.int32)
         for b, lane in enumerate(lanes):
@@ -161,28 +169,11 @@ class Rounds:
             sampling=tuple(lane.sampling for lane in lanes),
             stop_ids=tuple(lane.stop_ids for lane in lanes),
             budget=_ints(lane.budget for lane in lanes),
-            logits_mask=None if masks is None else masks[:, :q],
+            logits_mask=None if masks is None else np.ascontiguousarray(masks.words[:, :q]),
             n_top_logprobs=max(asked) if asked else None,
             own_drafts=q > 1,
             n_drafts=wanted,
         )
-
-    def _masks(self, lanes: Sequence[Lane], held: list[int]) -> tuple[Uint32s | None, list[int]]:
-        """uint32 [B, q, words] of the grammars, and how many drafts each row still evaluates under them."""
-        if all(lane.handle.request.grammar is None for lane in lanes):
-            return None, held
-        masks = np.full((len(lanes), 1 + max(held), self._words), _ALL_ALLOWED, np.uint32)
-        out = list(held)
-        for b, lane in enumerate(lanes):
-            grammar = lane.handle.request.grammar
-            if grammar is None:
-                continue
-            try:
-                out[b] = grammar.masks(lane.drafts[: held[b]], masks[b, : 1 + held[b]]) - 1
-            except Exception as error:  # what a request brings along may end that request, never the engine
-                lane.ended = GenerationError(f"the grammar failed: {type(error).__name__}: {error}")
-                masks[b], out[b] = _ALL_ALLOWED, 0
-        return np.ascontiguousarray(masks[:, : 1 + max(out)]), out
 
     def _hand_out(self, flight: _Flight, result: RoundResult, skip: Sequence[bool] | None = None) -> Int32s:
         """Give each row its tokens; int32 [B] of the columns that belong to the sequence after what was found."""
@@ -195,27 +186,33 @@ class Rounds:
                 lane.ended = lane.handle.asked_to_end
                 columns[b] = 0
                 continue
-            columns[b] = self._hand_out_row(b, lane, result)
+            columns[b] = self._hand_out_row(b, lane, result, flight.late)
         return columns
 
-    def _hand_out_row(self, b: int, lane: Lane, result: RoundResult) -> int:
+    def _hand_out_row(self, b: int, lane: Lane, result: RoundResult, late: RoundMasks | None) -> int:
         lane.n_rounds += 1
+        emitted, accepted = int(result.emitted[b]), int(result.accepted[b])
+        n_allowed = emitted if late is None else late.n_allowed(b, result.token_ids[b, :emitted])
+        has_left = n_allowed < emitted
+        if has_left:
+            note_left(lane)
+            accepted = min(accepted, n_allowed)
         if result.drafted is not None:
-            drafted, accepted = int(result.drafted[b]), int(result.accepted[b])
+            drafted = int(result.drafted[b])
             lane.drafting.note(drafted, accepted)
             self._totals.note_drafts(drafted, accepted)
         lane.drafts = ()
-        if result.drafts is not None and result.n_drafts is not None:
+        if result.drafts is not None and result.n_drafts is not None and not has_left:
             lane.drafts = tuple(result.drafts[b, : result.n_drafts[b]].tolist())
         events: list[TokenEvent] = []
         n_taken = 0
-        for column in range(int(result.emitted[b])):
+        for column in range(n_allowed):
             new = events_of(lane, int(result.token_ids[b, column]), result.logprobs, (b, column))
             events += new
             n_taken = column + 1
             if lane.ended is not None or len(new) > 1:
                 break
-        if lane.ended is None and result.status[b] is RowStatus.NOT_FINITE:
+        if lane.ended is None and not has_left and result.status[b] is RowStatus.NOT_FINITE:
             lane.ended = lane.not_finite()
         self._totals.generated_tokens += len(events)
         if events:
