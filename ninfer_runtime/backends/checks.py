@@ -5,8 +5,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from ninfer_runtime.backends.base import ContractError, Int32s, PrefillChunk, ProgramLimits, Round
+from ninfer_format.errors import UsageError
+from ninfer_runtime.backends.base import ContractError, Int32s, PrefillChunk, ProgramLimits, ProgramOptions, Round
 from ninfer_runtime.config import PAGE_TOKENS
+from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.spec import ModelSpec
 
 
@@ -124,3 +126,20 @@ def check_row(
     require(start == length, f"row {b} starts at {start}, its slot holds {length} tokens")
     check_pages(f"pages of row {b}", pages, start + len(token_ids) + n_drafts, limits)
     check_ids(f"token_ids of row {b}", token_ids, spec.text.vocab_rows)
+
+
+def check_proposer(model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> None:
+    """UsageError for drafts that nothing was planned or stored for."""
+    if options.proposer == "none":
+        if limits.max_drafts or options.draft_head:
+            raise UsageError(
+                f"max_drafts is {limits.max_drafts} and draft_head {options.draft_head}, but there is no proposer"
+            )
+        return
+    if limits.max_drafts < 1:
+        raise UsageError(f"max_drafts is {limits.max_drafts}, expected at least 1 with proposer {options.proposer!r}")
+    path = model.artifact.path
+    if model.mtp is None:
+        raise UsageError(f"{path} has no MTP layer; convert the checkpoint with it, or run without --spec mtp")
+    if options.draft_head and model.draft_head is None:
+        raise UsageError(f"{path} has no draft head; run without --lm-head-draft")

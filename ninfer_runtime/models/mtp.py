@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_format import Artifact
+from ninfer_format.errors import ArtifactError
 from ninfer_runtime.models.registry import LayerWeights
 from ninfer_runtime.models.views import View
 
@@ -23,3 +28,14 @@ class DraftHead:
 
     rows: View
     token_ids: View
+
+
+def draft_ids(artifact: Artifact, head: DraftHead, n_addressable: int) -> NDArray[np.int32]:
+    """int32 [draft head rows]: the id of every row. ArtifactError unless they are distinct and can be sampled."""
+    ids: NDArray[np.int32] = np.ascontiguousarray(artifact.tensor(head.token_ids.name), np.int32)
+    if ids.min() < 0 or ids.max() >= n_addressable or len(np.unique(ids)) != len(ids):
+        raise ArtifactError(
+            f"{artifact.path}: {head.token_ids.name} names ids twice or outside 0 to {n_addressable - 1}; "
+            "check the artifact with ninfer-verify check --level numeric"
+        )
+    return ids

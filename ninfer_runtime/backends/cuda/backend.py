@@ -8,8 +8,7 @@ from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptio
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.matrices import SmallMatrices
-from ninfer_runtime.backends.cuda.memory import lay_out, memory_plan, round_columns
-from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.memory import lay_out, memory_plan, round_columns, snapshot_bytes
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.models.binder import BoundModel
 
@@ -42,12 +41,12 @@ class CudaBackend:
         """The one allocation of a program; UsageError or UnsupportedError for what has no kernels."""
         if options.dtype != "bfloat16":
             raise UsageError(f"dtype {options.dtype!r} is not part of the cuda backend, expected bfloat16")
-        if options.proposer != "none":
-            raise UnsupportedError(f"drafts by {options.proposer!r} are not part of the cuda backend; leave out --spec")
+        if options.acceptance == "ratio":
+            raise UnsupportedError("acceptance by ratio is not part of the cuda backend; run with --acceptance equal")
         device, plan = self._device(options), ArenaPlan()
         regions = lay_out(model, limits, options, device, plan)
         SmallMatrices(device, plan, regions, round_columns(limits))
-        return memory_plan(limits, options, plan, GdnStateLayout(regions.gdn).state_bytes_per_slot)
+        return memory_plan(limits, options, plan, snapshot_bytes(regions))
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> CudaProgram:
         """Compile, allocate, load."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, Int32s, Round, RoundResult, RowStatus, Ticket
 from ninfer_runtime.backends.checks import require
+from ninfer_runtime.backends.cuda.snapshots import Position
 
 
 @dataclass(slots=True)
@@ -22,18 +23,21 @@ class Lane:
     length            tokens folded into the committed state, the pending record included
     pending_columns   columns of the pending record that the next use of the slot folds
     pending_buffer    which of the slot's two record buffers holds them
+    position          rotary position of the last of the tokens, three axes
     """
 
     length: int = 0
     pending_columns: int = 0
     pending_buffer: int = 0
+    position: Position = (0, 0, 0)
 
 
 @dataclass(slots=True)
 class Launched:
     """A launched round. ``buffer``: index of its pinned transfer buffers; ``record_buffer`` per row.
 
-    ``max_starts`` int32 [B]: the largest index its column 0 can have, for page checks of a round that follows.
+    ``max_starts`` int32 [B]: the largest index its column 0 can have, for page checks of a round that follows;
+    ``ends`` int32 [B]: the index of the last token that the row may emit; no round begins there.
     """
 
     serial: int
@@ -41,6 +45,7 @@ class Launched:
     buffer: int
     record_buffers: Int32s
     max_starts: Int32s
+    ends: Int32s
     wait: Callable[[], RoundResult]
     result: RoundResult | None = None
     is_read: bool = False
@@ -52,6 +57,21 @@ class Launched:
         if self.result is None:
             self.result = self.wait()
         return self.result
+
+    def latest_start(self, b: int) -> int:
+        """The largest index at which a row can go on behind this round; exact once the result is known."""
+        if self.result is not None:
+            return int(self.result.starts[b] + self.result.columns[b])
+        return int(min(self.max_starts[b] + self.round.n_columns[b], self.ends[b] - 1))
+
+
+def evaluated_columns(round_: Round, result: RoundResult) -> Int32s:
+    """int32 [B] columns each row evaluated."""
+    frozen = np.array([status is RowStatus.FROZEN for status in result.status])
+    columns = round_.n_columns
+    if round_.own_drafts and result.drafted is not None:
+        columns = 1 + result.drafted
+    return np.where(frozen, 0, columns).astype(np.int32)
 
 
 class RoundBook:
@@ -129,8 +149,7 @@ class RoundBook:
         result, q = launched.outcome(), launched.round
         wanted = result.columns if columns is None else columns
         require(wanted.shape == result.columns.shape, f"commit names {wanted.shape} rows of {q.n_rows}")
-        frozen = np.array([status is RowStatus.FROZEN for status in result.status])
-        evaluated = np.where(frozen, 0, q.n_columns).astype(np.int32)
+        evaluated = evaluated_columns(q, result)
         for b in range(q.n_rows):
             limit = int(evaluated[b])
             require(0 <= wanted[b] <= limit, f"commit of {wanted[b]} columns in row {b}, which evaluated {limit}")
@@ -162,8 +181,12 @@ class RoundBook:
         self._forget_what_is_over()
 
     def _advance(self, launched: Launched, columns: Int32s) -> None:
+        starts, deltas = launched.outcome().starts, launched.round.rope_deltas
         for b, slot in enumerate(launched.round.slots.tolist()):
-            self.lanes[slot].length += int(columns[b])
+            lane, n = self.lanes[slot], int(columns[b])
+            lane.length += n
+            if n:
+                lane.position = (int(starts[b] + n - 1 + deltas[b]),) * 3
 
     def _forget_what_is_over(self) -> None:
         for serial, one in list(self._launched.items()):

@@ -7,14 +7,14 @@ it was recorded.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from ninfer_runtime.backends.base import ProgramLimits, ProgramOptions
-from ninfer_runtime.backends.cuda import matrices, prompt_pass, round_pass
+from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec
 from ninfer_runtime.backends.cuda.device import Device
@@ -44,6 +44,11 @@ KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
 """Formats of keys and values, with and without the rotation in front of them."""
 LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
 """Of the planned programs: every number of rows and columns a round can have."""
+DRAFTING = (
+    replace(LIMITS, max_columns=MAX_COLUMNS - 1, max_drafts=MAX_COLUMNS - 2),
+    replace(LIMITS, max_rows=MAX_ROWS - 2, max_drafts=MAX_COLUMNS - 1),
+)
+"""Of those that draft: the most rows, and the most drafts."""
 BUDGET_FILE = Path(__file__).parent / "tuning" / "registers.json"
 BUDGET_SCHEMA = "ninfer.registers/1"
 
@@ -60,6 +65,7 @@ def program_specs(
         matrices.large_specs(regions),
         round_pass.specs(regions, model.spec, limits.max_columns),
         prompt_pass.specs(regions, model.spec),
+        draft_pass.specs(regions, model.spec, limits.max_columns),
         repack.specs({matrix.format for matrix in regions.weights.matrices}),
     )
     return tuple(dict.fromkeys(chain.from_iterable(parts)))
@@ -75,9 +81,11 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
     users: dict[KernelSpec, list[str]] = {}
     for name in MODELS:
         model = planned_model(name)
-        for card, (dtype, rotation) in product(cards, KV_STORAGES):
+        for card, (dtype, rotation), limits in product(cards, KV_STORAGES, (LIMITS, *DRAFTING)):
             options = ProgramOptions(kv_dtype=dtype, kv_rotation=rotation)
-            for spec in program_specs(model, card.as_device(), LIMITS, options):
+            if limits.max_drafts:
+                options = replace(options, proposer="mtp", draft_head=True)
+            for spec in program_specs(model, card.as_device(), limits, options):
                 users.setdefault(spec, []).append(name)
     for spec in probes.specs():
         users.setdefault(spec, [])

@@ -5,7 +5,7 @@ rows that are normed already. Prompt chunks no longer than a round use the small
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
@@ -28,8 +28,19 @@ class LayerSmall:
     down: LinearSmall
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSmall:
+    """The draft layer's launches beside its block's."""
+
+    input_projection: LinearSmall
+    head: LinearSmall
+
+
 class SmallMatrices:
-    """Small forms of every launch. Only tables are taken from ``taker``; ``prepare`` uploads them and loads kernels."""
+    """Small forms of every launch; ``layers`` are the decoder's, then the draft layer's block.
+
+    Only tables are taken from ``taker``; ``prepare`` uploads them and loads kernels.
+    """
 
     def __init__(self, device: Device, taker: Taker, regions: Regions, max_columns: int) -> None:
         def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
@@ -42,15 +53,20 @@ class SmallMatrices:
                 gate_up=small((layer.gate_up,), "swiglu"),
                 down=small((layer.down,), "residual"),
             )
-            for layer in regions.weights.layers
+            for layer in regions.weights.blocks
         ]
         self.head = small((regions.weights.head,), "store")
+        self.draft = None
+        if (draft := regions.weights.draft) is not None:
+            projection = small((draft.input_projection,), "residual")
+            self.draft = DraftSmall(projection, self.head if draft.head is None else small((draft.head,), "store"))
 
     @property
     def launches(self) -> list[LinearSmall]:
         """All of them."""
         each = [launch for layer in self.layers for launch in (layer.inputs, layer.output, layer.gate_up, layer.down)]
-        return [*each, self.head]
+        own = [] if self.draft is None else [self.draft.input_projection, self.draft.head]
+        return list(dict.fromkeys([*each, self.head, *own]))
 
     @property
     def specs(self) -> list[KernelSpec]:
@@ -89,15 +105,17 @@ class LargeMatrices:
                 gate_up=large((layer.gate_up,), Epilogue.SWIGLU),
                 down=large((layer.down,), Epilogue.RESIDUAL),
             )
-            for layer in regions.weights.layers
+            for layer in regions.weights.blocks
         ]
+        draft = regions.weights.draft
+        self.input_projection = None if draft is None else large((draft.input_projection,), Epilogue.RESIDUAL)
         self.head = large((regions.weights.head,), Epilogue.STORE, head_rows)
 
 
 def large_specs(regions: Regions) -> list[KernelSpec]:
     """Every variant that ``LargeMatrices`` may launch, once."""
     out: dict[KernelSpec, None] = {}
-    for layer in regions.weights.layers:
+    for layer in regions.weights.blocks:
         for matrices, epilogue in (
             (layer.mixer.inputs.matrices, Epilogue.STORE),
             ((layer.mixer.output,), Epilogue.RESIDUAL),
@@ -106,16 +124,26 @@ def large_specs(regions: Regions) -> list[KernelSpec]:
         ):
             out.update(dict.fromkeys(linear_large.specs(matrices, epilogue)))
     out.update(dict.fromkeys(linear_large.specs((regions.weights.head,), Epilogue.STORE)))
+    if (draft := regions.weights.draft) is not None:
+        out.update(dict.fromkeys(linear_large.specs((draft.input_projection,), Epilogue.RESIDUAL)))
     return list(out)
 
 
 class PromptMatrices:
     """A chunk of ``n_tokens`` normed rows through a layer's launches; ``n_tokens`` chooses the form."""
 
-    def __init__(self, regions: Regions, small: SmallMatrices, large: LargeMatrices, max_columns: int) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        small: SmallMatrices,
+        large: LargeMatrices,
+        max_columns: int,
+        x: int | None = None,
+    ) -> None:
+        """``x``: another residual stream than the decoder's."""
         self._small, self._large, self._max_columns = small, large, max_columns
-        self._activations: Activations = regions.activations
-        self._layers: tuple[LayerTensors, ...] = regions.weights.layers
+        self._activations: Activations = replace(regions.activations, x=regions.activations.x if x is None else x)
+        self._layers: tuple[LayerTensors, ...] = regions.weights.blocks
 
     def inputs(self, stream: Stream, layer: int, n_tokens: int) -> None:
         """``normed`` → ``inputs``."""
@@ -152,6 +180,12 @@ class PromptMatrices:
         """``x`` += down · ``ffn``."""
         of = self._small.layers[layer].down, self._large.layers[layer].down
         self._add(stream, *of, self._activations.ffn, n_tokens)
+
+    def project(self, stream: Stream, n_tokens: int, columns: int) -> None:
+        """``x`` += input projection · ``columns``, of the draft layer."""
+        assert self._small.draft is not None
+        assert self._large.input_projection is not None
+        self._add(stream, self._small.draft.input_projection, self._large.input_projection, columns, n_tokens)
 
     def head(self, stream: Stream, n_rows: int, normed: int, logits_stride: int) -> None:
         """``n_rows`` rows at ``normed`` → ``logits``."""

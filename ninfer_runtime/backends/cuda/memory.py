@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
-from ninfer_runtime.backends.checks import require
+from ninfer_runtime.backends.checks import check_proposer, require
 from ninfer_runtime.backends.cuda.arena import ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, check_columns, lay_out_drafts
 from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
     attention_prefill,
@@ -95,6 +96,7 @@ class Regions:
     attention_workspace: int
     attention_prefill_workspace: int
     gdn_prefill_workspace: int
+    draft: DraftRegions | None
     linear_large_workspace: int
     linear_small_workspace: linear_small.Workspace
     work_begin: int
@@ -102,8 +104,14 @@ class Regions:
 
 
 def round_columns(limits: ProgramLimits) -> int:
-    """Most columns of a round, in whole tiles of eight: what the matrices of rounds are compiled for."""
-    return up(limits.max_rows * limits.max_columns, _TOKEN_TILE)
+    """Most columns of a round, in whole tiles of eight: what the matrices of rounds are compiled for. A draft layer
+    reads one more of every row."""
+    return up(limits.max_rows * (limits.max_columns + bool(limits.max_drafts)), _TOKEN_TILE)
+
+
+def prompt_tokens(limits: ProgramLimits) -> int:
+    """Most columns of a chunk; a draft layer reads the drawn token too."""
+    return limits.prefill_chunk + bool(limits.max_drafts)
 
 
 def head_rows(limits: ProgramLimits) -> int:
@@ -135,14 +143,19 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     kv_storage = kv_format("bf16" if options.kv_dtype == "auto" else options.kv_dtype)
     gdn = gdn_geometry(text, spec.norm_eps)
     attention = attention_geometry(spec, kv_storage, rotation=options.kv_rotation)
-    weights = plan_weights(model, taker)
+    check_proposer(model, limits, options)
+    drafts = options.proposer != "none"
+    if drafts:
+        check_columns(limits, attention)
+    weights = plan_weights(model, taker, drafts=drafts, draft_head=options.draft_head)
     states = GdnStateLayout(gdn)
-    kv = KvLayout(len(spec.attention_layers), text.n_kv_heads, limits.n_pages, kv_storage)
-    n_tokens = max(limits.prefill_chunk, round_columns(limits))
+    kv = KvLayout(len(spec.attention_layers) + drafts, text.n_kv_heads, limits.n_pages, kv_storage)
+    chunk = prompt_tokens(limits)
+    n_tokens = max(chunk, round_columns(limits))
     hidden_tiles = -(-text.hidden // TILE_ROWS)
-    inputs_bytes = max(input_offsets(layer.mixer.inputs, n_tokens)[-1] for layer in weights.layers)
-    mixed_width = max(activation_stride(layer.mixer.output.k) for layer in weights.layers)
-    ffn_width = max(activation_stride(layer.down.k) for layer in weights.layers)
+    inputs_bytes = max(input_offsets(layer.mixer.inputs, n_tokens)[-1] for layer in weights.blocks)
+    mixed_width = max(activation_stride(layer.mixer.output.k) for layer in weights.blocks)
+    ffn_width = max(activation_stride(layer.down.k) for layer in weights.blocks)
     logits_stride = up(text.vocab_rows, 4)
     layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, limits.max_rows, limits.max_columns)
     prompt_layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, 1, 1)
@@ -159,13 +172,15 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
         logits=take("workspace/logits", head_rows(limits) * logits_stride * _FLOAT),
     )
     prompt = PromptInputs(
-        tokens=take("workspace/tokens", 4 * limits.prefill_chunk),
-        positions=take("workspace/positions", 12 * limits.prefill_chunk),
+        tokens=take("workspace/tokens", 4 * chunk),
+        positions=take("workspace/positions", 12 * chunk),
         pages=take("workspace/pages", 4 * limits.pages_per_row),
-        own_index=take("workspace/own_index", 4 * limits.prefill_chunk),
+        own_index=take("workspace/own_index", 4 * chunk),
         own_rows=take("workspace/own_rows", n_tokens * text.hidden * _FLOAT),
     )
-    attention_bytes = attention_decode.workspace_bytes(attention, device.n_sms, limits.max_rows, limits.max_columns)
+    attention_bytes = attention_decode.workspace_bytes(
+        attention, device.n_sms, limits.max_rows, limits.max_columns + drafts
+    )
     return Regions(
         weights=weights,
         gdn=gdn,
@@ -189,9 +204,12 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
         attention_workspace=take("workspace/attention", attention_bytes),
         attention_prefill_workspace=take(
             "workspace/attention_prefill",
-            attention_prefill.workspace_bytes(attention, device.n_sms, limits.prefill_chunk),
+            attention_prefill.workspace_bytes(attention, device.n_sms, chunk),
         ),
         gdn_prefill_workspace=take("workspace/gdn_prefill", gdn_prefill.workspace_bytes(gdn, limits.prefill_chunk)),
+        draft=None
+        if weights.draft is None
+        else lay_out_drafts(taker, limits, text.hidden, n_tokens, shape, weights.draft.head),
         linear_large_workspace=take("workspace/linear_large", linear_large.workspace_bytes(device)),
         linear_small_workspace=linear_small.Workspace(
             taker, linear_small.workspace_bytes(device, round_columns(limits))
@@ -210,8 +228,14 @@ def graph_allowance(limits: ProgramLimits) -> int:
     return limits.max_rows * (_DRAFT_GRAPH_BYTES if drafts else _GRAPH_BYTES)
 
 
+def snapshot_bytes(regions: Regions) -> int:
+    """One saved state."""
+    state = GdnStateLayout(regions.gdn).state_bytes_per_slot
+    return state + (regions.draft.hidden_bytes if regions.draft is not None else 0)
+
+
 def memory_plan(limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan, state_bytes: int) -> MemoryPlan:
-    """The sums of a layout; ``state_bytes`` of one slot, for snapshots in host memory."""
+    """The sums of a layout; ``state_bytes`` of one snapshot in host memory."""
     groups = dict(arena.rows())
     known = ("weights", "state", "kv", "snapshots")
     rest = arena.n_bytes - sum(groups.get(name, 0) for name in known)

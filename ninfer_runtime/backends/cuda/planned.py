@@ -39,7 +39,7 @@ _TINY = {
     "vocab_size": 640,
     "attn_output_gate": True,
     "rms_norm_eps": 1e-6,
-    "mtp_num_hidden_layers": 0,
+    "mtp_num_hidden_layers": 1,
     "tie_word_embeddings": False,
     "rope_parameters": {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000},
 }

@@ -6,7 +6,6 @@ a record is folded: by the next round of the slot, or by a flush before anything
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +29,15 @@ from ninfer_runtime.backends.base import (
     Uint32s,
 )
 from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
-from ninfer_runtime.backends.cuda import matrices, prompt_pass, round_pass
+from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import Arena
-from ninfer_runtime.backends.cuda.book import Launched, RoundBook
+from ninfer_runtime.backends.cuda.book import Launched, RoundBook, evaluated_columns
 from ninfer_runtime.backends.cuda.device import Array, Device, Event
+from ninfer_runtime.backends.cuda.draft_pass import DraftPass
+from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
 from ninfer_runtime.backends.cuda.graphs import GraphBook
 from ninfer_runtime.backends.cuda.loader import LoadReport, load
-from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, round_columns
+from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, prompt_tokens, round_columns
 from ninfer_runtime.backends.cuda.ops import linear_large, repack
 from ninfer_runtime.backends.cuda.ops.attention import rope_table
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
@@ -47,12 +48,12 @@ from ninfer_runtime.backends.cuda.ops.round_state import RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
+from ninfer_runtime.backends.cuda.snapshots import Part, Snapshots
 from ninfer_runtime.backends.cuda.staging import Staging
 from ninfer_runtime.backends.cuda.weights import DeviceWeights, raw_upload
 from ninfer_runtime.models.binder import BoundModel
 
 _FLOAT = 4
-_SNAPSHOT_PLACES: tuple[Place, ...] = ("device", "host")
 
 
 class CudaProgram:
@@ -86,32 +87,36 @@ class CudaProgram:
                 *matrices.large_specs(r),
                 *round_pass.specs(r, spec, limits.max_columns),
                 *prompt_pass.specs(r, spec),
+                *draft_pass.specs(r, spec, limits.max_columns),
                 *repack.specs({matrix.format for matrix in r.weights.matrices}),
             ]
         )
         self._clear()
         self.load_report = self._load(progress)
         self._small.prepare()
-        large = matrices.LargeMatrices(device, r, max(limits.prefill_chunk, columns), head_rows(limits))
+        large = matrices.LargeMatrices(device, r, max(prompt_tokens(limits), columns), head_rows(limits))
         linear_large.clear_workspace(device, r.linear_large_workspace)
-        self._round_pass = RoundPass(device, r, spec, self._small, limits.max_columns)
-        self._prompt_pass = PromptPass(device, r, spec, matrices.PromptMatrices(r, self._small, large, columns))
+        small, prompt = self._small, matrices.PromptMatrices(r, self._small, large, columns)
+        drafts = self._drafting = None
+        if r.draft is not None:
+            own = matrices.PromptMatrices(r, small, large, columns, x=r.draft.memory.x)
+            drafts = DraftPass(device, r, spec, small, own, limits.max_columns)
+            self._drafting = Drafting(device, self.stream, r, drafts, self._send)
+            self._drafting.load(model)
+        self._round_pass = RoundPass(device, r, spec, small, limits.max_columns, drafts)
+        self._prompt_pass = PromptPass(device, r, spec, prompt, drafts)
         self._fold = GdnFold(device, r.gdn)
         self._copy_pages = CopyPages(device, r.kv)
         self._counts = Counts(device, r.counts, self.stream)
         self._prompt_begin = RoundBegin(device, r.prompt_memory, r.counts)
         self._prompt_sampler = Sampler(device, r.sampler_shape, r.prompt_sampler, r.prompt_memory, r.counts)
-        self._states = GdnStateLayout(r.gdn)
         self._buffers = [RoundBuffers(device, r.round_memory.layout) for _ in range(MAX_ROUNDS_IN_FLIGHT + 1)]
         self._prompt_buffers = RoundBuffers(device, r.prompt_memory.layout)
         self._events = [device.event() for _ in self._buffers]
-        self._staging = Staging(device, 4 * max(4 * limits.prefill_chunk, 2 * limits.n_pages, 4 * limits.n_slots))
+        self._staging = Staging(device, 4 * max(4 * prompt_tokens(limits), 2 * limits.n_pages, 4 * limits.n_slots, 64))
         self._book = RoundBook(limits.n_slots)
-        self._snapshots: dict[int, tuple[Place, int]] = {}
-        self._snapshot_serials = count(1)
-        self._host_snapshots = [
-            device.allocate_host(self._states.state_bytes_per_slot) for _ in range(limits.host_snapshots)
-        ]
+        self._snapshots = Snapshots(device, self.stream, limits, self._state_parts())
+        self._forced = 0.0
         self._spans: list[tuple[Event, Event]] = []
         self._n_spans = 0
         device.synchronize()
@@ -120,6 +125,8 @@ class CudaProgram:
             [(b, q) for b in range(1, limits.max_rows + 1) for q in range(1, limits.max_columns + 1)],
             lambda shape, stream: self._round_pass.queue(stream, *shape),
         )
+        if self._drafting is not None:
+            self._drafting.record(limits.max_rows)
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
@@ -130,6 +137,7 @@ class CudaProgram:
             ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
             ("matrices", matrices.matrix_paths(self._regions.weights.matrices)),
             ("rounds", f"{len(graphs)} graphs of {graphs.n_nodes} launches"),
+            *(() if self._drafting is None else self._drafting.notes),
         )
 
     def enter_thread(self) -> None:
@@ -145,8 +153,11 @@ class CudaProgram:
         self._check_slot(slot)
         lane = self._book.lanes[slot]
         lane.length = lane.pending_columns = 0
-        self.device.fill(self._state_address(slot), 0, self._states.state_bytes_per_slot, self.stream)
+        lane.position = (0, 0, 0)
+        self._snapshots.clear(slot)
         self._counts.reset(self.stream, slot)
+        if self._drafting is not None:
+            self._drafting.drop(slot)
 
     def set_output_counts(self, slot: int, token_ids: Int32s) -> None:
         self._check_slot(slot)
@@ -159,42 +170,24 @@ class CudaProgram:
 
     def snapshot(self, slot: int, place: Place = "device") -> StateSnapshot:
         self._check_slot(slot)
-        index = self._free_place(place)
         self._flush(slot)
-        n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
-        if place == "device":
-            self.device.copy(self._device_snapshot(index), state, n_bytes, self.stream)
-        else:
-            self.device.download(state, self._host_snapshots[index], self.stream)
-        return self._named(self._book.lanes[slot].length, place, index)
+        lane = self._book.lanes[slot]
+        return self._snapshots.save(slot, lane.length, lane.position, place)
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
         self._check_slot(slot)
-        place, index = self._saved(snapshot)
-        n_bytes, state = self._states.state_bytes_per_slot, self._state_address(slot)
-        if place == "device":
-            self.device.copy(state, self._device_snapshot(index), n_bytes, self.stream)
-        else:
-            self.device.upload(state, self._host_snapshots[index], self.stream)
-        self._counts.reset(self.stream, slot)
         lane = self._book.lanes[slot]
+        lane.position = self._snapshots.load(slot, snapshot)
         lane.length, lane.pending_columns = snapshot.n_tokens, 0
+        self._counts.reset(self.stream, slot)
+        if self._drafting is not None:
+            self._drafting.drop(slot)
 
     def release(self, snapshot: StateSnapshot) -> None:
-        self._saved(snapshot)
-        del self._snapshots[snapshot.serial]
+        self._snapshots.release(snapshot)
 
     def relocate(self, snapshot: StateSnapshot, place: Place) -> StateSnapshot:
-        old_place, old_index = self._saved(snapshot)
-        require(place != old_place, f"snapshot {snapshot.serial} is in {place} memory already")
-        index = self._free_place(place)
-        # Copies are queued on one stream: both places may be written again by whatever is queued behind.
-        if place == "host":
-            self.device.download(self._device_snapshot(old_index), self._host_snapshots[index], self.stream)
-        else:
-            self.device.upload(self._device_snapshot(index), self._host_snapshots[old_index], self.stream)
-        del self._snapshots[snapshot.serial]
-        return self._named(snapshot.n_tokens, place, index)
+        return self._snapshots.relocate(snapshot, place)
 
     # ---- keys and values ---------------------------------------------------------------------
     def copy_pages(self, sources: Int32s, targets: Int32s) -> None:
@@ -217,7 +210,8 @@ class CudaProgram:
         if chunk.logits_mask is not None:
             self._check_masks(chunk.logits_mask)
         self._flush(slot)
-        self._send_prompt(chunk)
+        positions = _positions(chunk)
+        self._send_prompt(chunk, positions)
         self._prompt_pass.queue(self.stream, slot, chunk.start, n_tokens, has_own_rows=chunk.embeddings is not None)
         lane.length += n_tokens
         hidden = None
@@ -239,7 +233,11 @@ class CudaProgram:
                 token_id = logprobs = None
             else:
                 self._counts.add_rows(self.stream, [slot], [[token_id or 0]])
-        return PrefillResult(token_id, logits, hidden, logprobs, is_finite)
+        drafts = None
+        if self._drafting is not None:
+            drafts = self._drafting.follow_prompt(chunk, lane, positions, token_id, self._prompt_buffers)
+        lane.position = (int(positions[0, -1]), int(positions[1, -1]), int(positions[2, -1]))
+        return PrefillResult(token_id, logits, hidden, logprobs, is_finite, drafts)
 
     # ---- rounds ------------------------------------------------------------------------------
     def launch(self, round_: Round) -> Ticket:
@@ -250,26 +248,33 @@ class CudaProgram:
             self._book.resolve(wait=True)
         record_buffers = np.zeros(round_.n_rows, np.int32)
         fold_columns, fold_buffers = np.zeros_like(record_buffers), np.zeros_like(record_buffers)
-        max_starts = round_.starts.copy()
+        max_starts, ends = round_.starts.copy(), round_.starts + round_.budget
+        if not round_.verify:
+            ends += round_.n_columns - 1
         for b, slot in enumerate(round_.slots.tolist()):
             self._check_slot_exists(slot)
             lane = self._book.lanes[slot]
             if previous is None:
                 require(round_.budget[b] >= 1, f"row {b} has a budget of {round_.budget[b]}, expected at least 1")
                 fold_columns[b], fold_buffers[b], length = lane.pending_columns, lane.pending_buffer, lane.length
+                if self._drafting is not None:
+                    check_position(b, lane, int(round_.starts[b] + round_.rope_deltas[b]))
             else:
                 fold_buffers[b] = previous.record_buffers[b]
-                max_starts[b] = self._earliest_following(previous, b)
+                max_starts[b], ends[b] = previous.latest_start(b), previous.ends[b]
                 length = int(max_starts[b])
             record_buffers[b] = 1 - fold_buffers[b]
-            token_ids, pages = round_.token_ids[b, : round_.n_columns[b]], round_.pages[b]
-            check_row(b, token_ids, int(max_starts[b]), length, pages, limits, spec)
+            start, n_columns = int(max_starts[b]), int(round_.n_columns[b])
+            n_drafts = 0 if round_.n_drafts is None else int(round_.n_drafts[b])
+            behind = max(0, min(n_drafts, int(ends[b]) - start - 1 - n_columns))
+            check_row(b, round_.token_ids[b, :n_columns], start, length, round_.pages[b], limits, spec, behind)
         if round_.logits_mask is not None:
             for b in range(round_.n_rows):
                 self._check_masks(round_.logits_mask[b, : round_.n_columns[b]])
         index = self._book.free_buffer()
         buffers, memory = self._buffers[index], self._regions.round_memory
         buffers.pack(round_, fold_columns, fold_buffers, record_buffers)
+        buffers.force(self._forced)
         if previous is not None:
             self._book.commit_by_own_counts(previous)
         for slot in round_.slots.tolist():
@@ -277,9 +282,13 @@ class CudaProgram:
         self.device.upload(memory.input, buffers.packed, self.stream)
         if buffers.packed_masks.size:
             self.device.upload(memory.masks, buffers.packed_masks, self.stream)
-        self._run_graph((round_.n_rows, round_.token_ids.shape[1]))
-        self.device.download(memory.result, buffers.result, self.stream)
+        span = self._begin_span()
+        self._graphs.launch((round_.n_rows, round_.token_ids.shape[1]), self.stream)
         extra = self._extras(round_)
+        if self._drafting is not None:
+            self._drafting.follow_round(round_.n_rows, round_.n_drafts)
+        self._end_span(span)
+        self.device.download(memory.result, buffers.result, self.stream)
         self._events[index].record(self.stream)
         launched = Launched(
             serial=self._book.next_serial(),
@@ -287,6 +296,7 @@ class CudaProgram:
             buffer=index,
             record_buffers=record_buffers,
             max_starts=max_starts,
+            ends=ends,
             wait=lambda: self._finish(round_, index, extra),
         )
         return self._book.add(launched)
@@ -307,6 +317,8 @@ class CudaProgram:
     def close(self) -> None:
         self.device.synchronize()
         self._graphs.close()
+        if self._drafting is not None:
+            self._drafting.close()
         self._arena.close()
 
     # ---- hooks of the benchmarks ---------------------------------------------------------------
@@ -320,6 +332,10 @@ class CudaProgram:
         self._check_slot(slot)
         self._flush(slot)
         self._book.lanes[slot].length = n_tokens
+
+    def bench_accept(self, probability: float) -> None:
+        """From the next round on take every draft with this probability, whatever was drawn; 0: as it was drawn."""
+        self._forced = probability
 
     def bench_spans(self, n_rounds: int | None) -> list[tuple[float, float]]:
         """Start timing up to ``n_rounds`` graph launches, or (None) end and return (start, end) seconds of each."""
@@ -354,8 +370,13 @@ class CudaProgram:
         device.synchronize(stream)
         device.upload(r.rope, rope_table(self.model.spec))
 
-    def _state_address(self, slot: int) -> int:
-        return self._regions.states + self._states.state_offset(slot)
+    def _state_parts(self) -> list[Part]:
+        """What a slot's state consists of."""
+        r = self._regions
+        parts = [Part(r.states, r.snapshots, GdnStateLayout(r.gdn).state_bytes_per_slot)]
+        if r.draft is not None:
+            parts.append(Part(r.draft.memory.hidden, r.draft.snapshots, r.draft.hidden_bytes))
+        return parts
 
     def _check_slot_exists(self, slot: int) -> None:
         check_slot(slot, self.plan.limits, ())
@@ -363,27 +384,6 @@ class CudaProgram:
     def _check_slot(self, slot: int) -> None:
         self._book.resolve(wait=True)
         check_slot(slot, self.plan.limits, self._book.busy_slots())
-
-    def _saved(self, snapshot: StateSnapshot) -> tuple[Place, int]:
-        require(snapshot.serial in self._snapshots, f"snapshot {snapshot.serial} was released or belongs elsewhere")
-        return self._snapshots[snapshot.serial]
-
-    def _free_place(self, place: Place) -> int:
-        """The first place for a snapshot that none has; ContractError beyond the plan."""
-        limits = self.plan.limits
-        limit = limits.device_snapshots if place == "device" else limits.host_snapshots
-        taken = {index for other, index in self._snapshots.values() if other == place}
-        require(len(taken) < limit, f"{len(taken)} {place} snapshots are alive, the program was planned for {limit}")
-        return next(i for i in range(limit) if i not in taken)
-
-    def _named(self, n_tokens: int, place: Place, index: int) -> StateSnapshot:
-        """A new name for what lies at ``index`` of a place."""
-        saved = StateSnapshot(next(self._snapshot_serials), n_tokens, place)
-        self._snapshots[saved.serial] = (place, index)
-        return saved
-
-    def _device_snapshot(self, index: int) -> int:
-        return self._regions.snapshots + index * self._states.state_bytes_per_slot
 
     def _check_masks(self, masks: Uint32s) -> None:
         """Some addressable id is allowed in every column."""
@@ -395,12 +395,6 @@ class CudaProgram:
         if not allowed.all():
             raise ContractError("the logits mask allows no addressable id; end the row before masking everything")
 
-    def _earliest_following(self, previous: Launched, b: int) -> int:
-        """The largest index at which a row can go on after a round that is not known yet."""
-        if previous.result is not None:
-            return int(previous.result.starts[b] + previous.result.columns[b])
-        return int(previous.max_starts[b] + previous.round.n_columns[b])
-
     def _flush(self, slot: int) -> None:
         """Fold the slot's pending record now."""
         lane = self._book.lanes[slot]
@@ -408,17 +402,15 @@ class CudaProgram:
             r = self._regions
             self._send(r.fold_entries, fold_entries([(slot, lane.pending_columns, lane.pending_buffer)]))
             self._fold.launch(self.stream, n_entries=1, entries=r.fold_entries, states=r.states, records=r.records)
+            if self._drafting is not None:
+                self._drafting.fold(r.fold_entries)
             lane.pending_columns = 0
 
     def _send(self, pointer: int, array: Array) -> None:
         self._staging.send(self.device, pointer, array, self.stream)
 
-    def _send_prompt(self, chunk: PrefillChunk) -> None:
+    def _send_prompt(self, chunk: PrefillChunk, positions: Int32s) -> None:
         r, n_tokens = self._regions.prompt, len(chunk.token_ids)
-        positions = chunk.positions
-        if positions is None:
-            index = np.arange(chunk.start, chunk.start + n_tokens, dtype=np.int32)
-            positions = np.tile(index, (3, 1))
         self._send(r.tokens, chunk.token_ids)
         self._send(r.positions, positions)
         self._send(r.pages, chunk.pages[: self.plan.limits.pages_per_row])
@@ -459,15 +451,17 @@ class CudaProgram:
         self.stream.synchronize()
         return buffers.unpack_prompt(chunk)
 
-    def _run_graph(self, shape: tuple[int, int]) -> None:
+    def _begin_span(self) -> tuple[Event, Event] | None:
         if len(self._spans) >= self._n_spans:
-            self._graphs.launch(shape, self.stream)
-            return
-        begin, end = self.device.event(timing=True), self.device.event(timing=True)
-        begin.record(self.stream)
-        self._graphs.launch(shape, self.stream)
-        end.record(self.stream)
-        self._spans.append((begin, end))
+            return None
+        span = self.device.event(timing=True), self.device.event(timing=True)
+        span[0].record(self.stream)
+        return span
+
+    def _end_span(self, span: tuple[Event, Event] | None) -> None:
+        if span is not None:
+            span[1].record(self.stream)
+            self._spans.append(span)
 
     def _extras(self, round_: Round) -> Callable[[RoundResult], RoundResult]:
         """Logits and hidden rows that were asked for; fetching them waits for the round."""
@@ -481,18 +475,22 @@ class CudaProgram:
             self.device.download(self._regions.prompt.own_rows, hidden, self.stream)
 
         def add(result: RoundResult) -> RoundResult:
-            evaluated = np.arange(q) < self._evaluated(round_, result)[:, None]
+            evaluated = np.arange(q) < evaluated_columns(round_, result)[:, None]
             return replace(result, logits=_only(logits, evaluated), hidden=_only(hidden, evaluated))
 
         return add
 
-    def _evaluated(self, round_: Round, result: RoundResult) -> Int32s:
-        frozen = np.array([status.name == "FROZEN" for status in result.status])
-        return np.where(frozen, 0, round_.n_columns).astype(np.int32)
-
     def _finish(self, round_: Round, index: int, extra: Callable[[RoundResult], RoundResult]) -> RoundResult:
         self._events[index].synchronize()
         return extra(self._buffers[index].unpack(round_))
+
+
+def _positions(chunk: PrefillChunk) -> Int32s:
+    """int32 [3, T] rotary positions of a chunk's tokens."""
+    if chunk.positions is not None:
+        return chunk.positions
+    index = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int32)
+    return np.tile(index, (3, 1))
 
 
 def _only(values: Float32s | None, keep: NDArray[np.bool_]) -> Float32s | None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.draft_pass import DraftPass
+from ninfer_runtime.backends.cuda.input_addresses import InputAddresses, gdn_inputs, gdn_weights
 from ninfer_runtime.backends.cuda.matrices import PromptMatrices
 from ninfer_runtime.backends.cuda.memory import Regions
 from ninfer_runtime.backends.cuda.ops import attention_prefill, copy_pages, gdn_prefill, rms_norm
@@ -14,11 +16,10 @@ from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
 from ninfer_runtime.backends.cuda.packing import activation_stride
-from ninfer_runtime.backends.cuda.round_pass import InputAddresses, gdn_inputs, gdn_weights
 from ninfer_runtime.backends.cuda.weights import AttentionTensors, DeviceWeights, GdnTensors
 from ninfer_runtime.models.spec import ModelSpec
 
-_BF16, _FLOAT = 2, 4
+_FLOAT = 4
 
 
 def specs(regions: Regions, spec: ModelSpec) -> list[KernelSpec]:
@@ -40,8 +41,15 @@ def ordinals(weights: DeviceWeights) -> tuple[int, ...]:
 class PromptPass:
     """Queues prompt chunks whose ids, positions and pages lie in ``Regions.prompt``."""
 
-    def __init__(self, device: Device, regions: Regions, spec: ModelSpec, matrices: PromptMatrices) -> None:
-        self._regions, self._spec, self._matrices = regions, spec, matrices
+    def __init__(
+        self,
+        device: Device,
+        regions: Regions,
+        spec: ModelSpec,
+        matrices: PromptMatrices,
+        drafts: DraftPass | None = None,
+    ) -> None:
+        self._regions, self._spec, self._matrices, self._drafts = regions, spec, matrices, drafts
         embedding = regions.weights.embedding
         self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
         self._norm = RmsNorm(device, spec.text.hidden, spec.norm_eps)
@@ -56,6 +64,8 @@ class PromptPass:
         r, a = self._regions, self._regions.activations
         own_index, own_rows = (r.prompt.own_index, r.prompt.own_rows) if has_own_rows else (0, 0)
         self._embed.launch(stream, n_tokens, r.prompt.tokens, a.x, own_index=own_index, own_rows=own_rows)
+        if self._drafts is not None:
+            self._drafts.keep_embeddings(stream, n_tokens)
         for layer in range(len(r.weights.layers)):
             self.layer(stream, layer, slot, start, n_tokens)
 

@@ -13,22 +13,22 @@ from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.draft_pass import DraftPass
+from ninfer_runtime.backends.cuda.input_addresses import InputAddresses, gdn_inputs, gdn_weights
 from ninfer_runtime.backends.cuda.matrices import SmallMatrices, input_outputs
-from ninfer_runtime.backends.cuda.memory import Regions, input_offsets
+from ninfer_runtime.backends.cuda.memory import Regions
 from ninfer_runtime.backends.cuda.ops import attention_decode, embed, gdn_decode, round_begin
 from ninfer_runtime.backends.cuda.ops.attention_decode import AttentionDecode
 from ninfer_runtime.backends.cuda.ops.embed import Embed
-from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnInputs, GdnLayerWeights
+from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.linear_small import Output, Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER
 from ninfer_runtime.backends.cuda.ops.round_begin import RoundBegin
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.packing import activation_stride
-from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors, InputMatrices
+from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors
 from ninfer_runtime.models.spec import ModelSpec
-
-_BF16, _FLOAT = 2, 4
 
 
 def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpec]:
@@ -40,45 +40,6 @@ def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpe
         *attention_decode.specs(regions.attention, max_columns),
         *regions.sampler_shape.specs(),
     ]
-
-
-class InputAddresses:
-    """Where the parts of a mixer's input projections lie for ``n_tokens`` tokens, and the strides of their rows."""
-
-    def __init__(self, of: InputMatrices, base: int, n_tokens: int) -> None:
-        self._of, self._base = of, base
-        self._offsets = input_offsets(of, n_tokens)
-
-    def at(self, part: str) -> int:
-        """Address of a part's first element."""
-        rows = self._of.at(part)
-        size = _FLOAT if part in ("a", "b") else _BF16
-        return self._base + self._offsets[rows.matrix] + size * rows.begin
-
-    def stride(self, part: str) -> int:
-        """Elements between a part's rows."""
-        return self._of.matrices[self._of.at(part).matrix].n_outputs
-
-
-def gdn_inputs(of: InputMatrices, base: int, n_tokens: int) -> GdnInputs:
-    """Query and key, value and z side by side, a and b."""
-    at = InputAddresses(of, base, n_tokens)
-    return GdnInputs(
-        qk=at.at("query"),
-        vz=at.at("value"),
-        a=at.at("a"),
-        b=at.at("b"),
-        qk_stride=at.stride("query"),
-        vz_stride=at.stride("value"),
-        gate_stride=at.stride("a"),
-    )
-
-
-def gdn_weights(tensors: GdnTensors) -> GdnLayerWeights:
-    """Addresses of a layer's small tensors."""
-    return GdnLayerWeights(
-        tensors.convolution.pointer, tensors.a_log.pointer, tensors.dt_bias.pointer, tensors.norm.pointer
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +68,20 @@ def early_start(device: Device) -> EarlyStart:
 class RoundPass:
     """Queues rounds. Made once; ``queue`` allocates nothing and may be captured."""
 
-    def __init__(self, device: Device, regions: Regions, spec: ModelSpec, small: SmallMatrices, n_columns: int) -> None:
-        """``n_columns``: the most columns per row, q."""
-        self._regions, self._spec, self._small = regions, spec, small
+    def __init__(
+        self,
+        device: Device,
+        regions: Regions,
+        spec: ModelSpec,
+        small: SmallMatrices,
+        n_columns: int,
+        drafts: DraftPass | None = None,
+    ) -> None:
+        """``n_columns``: the most columns per row, q. ``drafts``: the layer that reads every round."""
+        self._regions, self._spec, self._small, self._drafts = regions, spec, small, drafts
         embedding = regions.weights.embedding
-        self._begin = RoundBegin(device, regions.round_memory, regions.counts)
+        held = 0 if regions.draft is None else regions.draft.memory.held
+        self._begin = RoundBegin(device, regions.round_memory, regions.counts, held)
         self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
         self._gdn = GdnDecode(device, regions.gdn)
         self._attention: Mapping[int, AttentionDecode] = {
@@ -166,6 +136,8 @@ class RoundPass:
         logits = Output(a.logits, is_float=True, stride=up(text.vocab_rows, 4))
         self._small.head.launch(stream, t, a.normed, self._rms(n_parts), (logits,))
         self._sampler.launch(stream, n_rows, n_columns, a.logits)
+        if self._drafts is not None:
+            self._drafts.read(stream, n_rows, n_columns)
 
     def _rms(self, n_parts: int) -> RmsScale:
         return RmsScale(self._regions.activations.ss, n_parts, self._spec.text.hidden, self._spec.norm_eps)

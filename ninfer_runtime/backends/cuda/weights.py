@@ -15,6 +15,7 @@ from ninfer_runtime.backends.cuda.loader import Piece, Upload
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.qwen3_5 import AttentionWeights, GdnWeights, MlpWeights
+from ninfer_runtime.models.registry import LayerWeights
 from ninfer_runtime.models.views import View
 
 GDN_PARTS = ("query", "key", "value", "z", "a", "b")
@@ -86,27 +87,54 @@ class LayerTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTensors:
+    """The draft layer: norms of its two inputs, their projection [hidden, 2 · hidden], one block, its last norm.
+
+    ``head`` over frequent ids; None: the decoder's head over all of them.
+    """
+
+    embedding_norm: RawTensor
+    hidden_norm: RawTensor
+    input_projection: PackedMatrix
+    layer: LayerTensors
+    final_norm: RawTensor
+    head: PackedMatrix | None
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """All tensors of the text model."""
+    """All tensors of the text model, and of the layer that drafts for it."""
 
     embedding: RawTensor
     layers: tuple[LayerTensors, ...]
     final_norm: RawTensor
     head: PackedMatrix
+    draft: DraftTensors | None = None
+
+    @property
+    def blocks(self) -> tuple[LayerTensors, ...]:
+        """The decoder's blocks, then that of the draft layer."""
+        return self.layers if self.draft is None else (*self.layers, self.draft.layer)
 
     @property
     def matrices(self) -> Sequence[PackedMatrix]:
         """Every packed matrix, in the order a token meets them."""
         out: list[PackedMatrix] = []
-        for layer in self.layers:
+        for layer in self.blocks:
             out += [*layer.mixer.inputs.matrices, layer.mixer.output, layer.gate_up, layer.down]
-        return (*out, self.head)
+        out.append(self.head)
+        if self.draft is not None:
+            out += [self.draft.input_projection]
+            out += [] if self.draft.head is None else [self.draft.head]
+        return out
 
     @property
     def raw(self) -> Sequence[RawTensor]:
         """Every tensor that stays as it is in the file."""
         out = [self.embedding, self.final_norm]
-        for layer in self.layers:
+        if self.draft is not None:
+            out += [self.draft.embedding_norm, self.draft.hidden_norm, self.draft.final_norm]
+        for layer in self.blocks:
             mixer = layer.mixer
             out += [layer.input_norm, layer.post_attention_norm]
             if isinstance(mixer, GdnTensors):
@@ -156,44 +184,57 @@ class _Placer:
         return InputMatrices(tuple(self.packed(firsts[name]) for name in names), MappingProxyType(places))
 
 
-def plan_weights(model: BoundModel, taker: Taker) -> DeviceWeights:
-    """Take memory for every tensor; UnsupportedError for formats and blocks that have no kernels."""
+def plan_weights(model: BoundModel, taker: Taker, *, drafts: bool = False, draft_head: bool = False) -> DeviceWeights:
+    """Take memory for every tensor, with ``drafts`` also for the draft layer's, and with ``draft_head`` for its own
+    head; UnsupportedError for formats and blocks that have no kernels."""
     place = _Placer(model, taker)
     embedding = place.raw(model.token_embedding)
-    layers: list[LayerTensors] = []
-    for w in model.layers:
-        if not isinstance(w.ffn, MlpWeights):
-            raise UnsupportedError(
-                f"{model.artifact.path}: {model.spec.architecture} has mixture-of-experts layers, the cuda backend "
-                "runs dense models; use --backend reference"
-            )
-        mixer: GdnTensors | AttentionTensors
-        if isinstance(w.mixer, GdnWeights):
-            mixer = GdnTensors(
-                inputs=place.inputs(w.mixer, GDN_PARTS),
-                output=place.packed(w.mixer.output),
-                convolution=place.raw(w.mixer.convolution),
-                a_log=place.raw(w.mixer.a_log),
-                dt_bias=place.raw(w.mixer.dt_bias),
-                norm=place.raw(w.mixer.norm),
-            )
-        else:
-            mixer = AttentionTensors(
-                inputs=place.inputs(w.mixer, ATTENTION_PARTS),
-                output=place.packed(w.mixer.output),
-                query_norm=place.raw(w.mixer.query_norm),
-                key_norm=place.raw(w.mixer.key_norm),
-            )
-        layers.append(
-            LayerTensors(
-                input_norm=place.raw(w.input_norm),
-                mixer=mixer,
-                post_attention_norm=place.raw(w.post_attention_norm),
-                gate_up=place.packed(w.ffn.gate, interleaved=True),
-                down=place.packed(w.ffn.down),
-            )
+    layers = tuple(_block(model, w, place) for w in model.layers)
+    final_norm, head = place.raw(model.final_norm), place.packed(model.output_head)
+    draft = None
+    if drafts and model.mtp is not None:
+        own_head = model.draft_head if draft_head else None
+        draft = DraftTensors(
+            embedding_norm=place.raw(model.mtp.embedding_norm),
+            hidden_norm=place.raw(model.mtp.hidden_norm),
+            input_projection=place.packed(model.mtp.input_projection),
+            layer=_block(model, model.mtp.layer, place),
+            final_norm=place.raw(model.mtp.final_norm),
+            head=None if own_head is None else place.packed(own_head.rows),
         )
-    return DeviceWeights(embedding, tuple(layers), place.raw(model.final_norm), place.packed(model.output_head))
+    return DeviceWeights(embedding, layers, final_norm, head, draft)
+
+
+def _block(model: BoundModel, w: LayerWeights, place: _Placer) -> LayerTensors:
+    if not isinstance(w.ffn, MlpWeights):
+        raise UnsupportedError(
+            f"{model.artifact.path}: {model.spec.architecture} has mixture-of-experts layers, the cuda backend "
+            "runs dense models; use --backend reference"
+        )
+    mixer: GdnTensors | AttentionTensors
+    if isinstance(w.mixer, GdnWeights):
+        mixer = GdnTensors(
+            inputs=place.inputs(w.mixer, GDN_PARTS),
+            output=place.packed(w.mixer.output),
+            convolution=place.raw(w.mixer.convolution),
+            a_log=place.raw(w.mixer.a_log),
+            dt_bias=place.raw(w.mixer.dt_bias),
+            norm=place.raw(w.mixer.norm),
+        )
+    else:
+        mixer = AttentionTensors(
+            inputs=place.inputs(w.mixer, ATTENTION_PARTS),
+            output=place.packed(w.mixer.output),
+            query_norm=place.raw(w.mixer.query_norm),
+            key_norm=place.raw(w.mixer.key_norm),
+        )
+    return LayerTensors(
+        input_norm=place.raw(w.input_norm),
+        mixer=mixer,
+        post_attention_norm=place.raw(w.post_attention_norm),
+        gate_up=place.packed(w.ffn.gate, interleaved=True),
+        down=place.packed(w.ffn.down),
+    )
 
 
 def raw_upload(model: BoundModel, tensor: RawTensor) -> Upload:

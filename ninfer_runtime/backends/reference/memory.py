@@ -8,6 +8,7 @@ import torch
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import UsageError
 from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, MemoryPlan, ProgramLimits, ProgramOptions
+from ninfer_runtime.backends.checks import check_proposer
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.moe import MoeWeights
 from ninfer_runtime.models.qwen3_5 import MlpWeights
@@ -37,23 +38,6 @@ def free_memory(device: torch.device) -> int:
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def check_proposer(model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> None:
-    """UsageError for drafts that nothing was planned or stored for."""
-    if options.proposer == "none":
-        if limits.max_drafts or options.draft_head:
-            raise UsageError(
-                f"max_drafts is {limits.max_drafts} and draft_head {options.draft_head}, but there is no proposer"
-            )
-        return
-    if limits.max_drafts < 1:
-        raise UsageError(f"max_drafts is {limits.max_drafts}, expected at least 1 with proposer {options.proposer!r}")
-    path = model.artifact.path
-    if model.mtp is None:
-        raise UsageError(f"{path} has no MTP layer; convert the checkpoint with it, or run without --spec mtp")
-    if options.draft_head and model.draft_head is None:
-        raise UsageError(f"{path} has no draft head; run without --lm-head-draft")
 
 
 def matrices(model: BoundModel, options: ProgramOptions) -> dict[str, int]:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ninfer_format.errors import ArtifactError
-from ninfer_runtime.backends.base import Float32s, Int32s, ProgramOptions
+from ninfer_runtime.backends.base import Float32s, ProgramOptions
 from ninfer_runtime.config import SamplingParams
 from ninfer_runtime.models.binder import BoundModel
-from ninfer_runtime.models.mtp import DraftHead
+from ninfer_runtime.models.mtp import draft_ids
 from ninfer_runtime.models.qwen3_5 import AttentionWeights
 
 from .attention import AttentionRow, attention
@@ -97,7 +96,7 @@ class DraftLayer:
         self._model, self._weights, self._pool, self._options = model, weights, pool, options
         self._own = model.mtp
         self._head = model.draft_head if options.draft_head else None
-        self._head_ids = None if self._head is None else draft_ids(model, self._head)
+        self._head_ids = None if self._head is None else draft_ids(model.artifact, self._head, model.spec.n_addressable)
 
     def follow(self, rows: list[DraftRow]) -> list[tuple[Draft, ...]]:
         """Read the tokens of every row, and draft behind those that want it; fewer where the logits are not finite."""
@@ -151,15 +150,3 @@ class DraftLayer:
         out = np.full((hidden.shape[0], n_addressable), -np.inf, np.float32)
         out[:, self._head_ids] = linear_float32(hidden, self._weights, self._head.rows).cpu().numpy()
         return out
-
-
-def draft_ids(model: BoundModel, head: DraftHead) -> Int32s:
-    """int32 [draft head rows]: the id of every row. ArtifactError unless they are distinct and can be sampled."""
-    ids: Int32s = np.ascontiguousarray(model.artifact.tensor(head.token_ids.name), np.int32)
-    n_addressable = model.spec.n_addressable
-    if ids.min() < 0 or ids.max() >= n_addressable or len(np.unique(ids)) != len(ids):
-        raise ArtifactError(
-            f"{model.artifact.path}: {head.token_ids.name} names ids twice or outside 0 to {n_addressable - 1}; "
-            "check the artifact with ninfer-verify check --level numeric"
-        )
-    return ids

@@ -16,6 +16,7 @@ import pytest
 from ninfer_runtime.backends.base import MemoryPlan, ProgramOptions
 from ninfer_runtime.backends.cuda.catalog import (
     BUDGET_FILE,
+    DRAFTING,
     LIMITS,
     KernelRow,
     budget_of,
@@ -81,13 +82,15 @@ class Asking:
 )
 def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype) -> None:
     model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
-    plan = MemoryPlan(LIMITS, options, *(1 << 36,) * 6)
-    device: Any = Asking(card)
-    with pytest.raises(Prepared) as prepared:
-        CudaProgram(model, plan, device)
-    listed = program_specs(model, card.as_device(), LIMITS, options)
-    assert prepared.value.args[0] == frozenset(listed)
-    assert set(listed) <= set(planned_specs(card.arch))
+    drafting = replace(options, proposer="mtp", draft_head=True)
+    for limits, chosen in ((LIMITS, options), (DRAFTING[0], drafting)):
+        plan = MemoryPlan(limits, chosen, *(1 << 36,) * 6)
+        device: Any = Asking(card)
+        with pytest.raises(Prepared) as prepared:
+            CudaProgram(model, plan, device)
+        listed = program_specs(model, card.as_device(), limits, chosen)
+        assert prepared.value.args[0] == frozenset(listed)
+        assert set(listed) <= set(planned_specs(card.arch))
 
 
 @pytest.mark.parametrize("arch", TARGETS)

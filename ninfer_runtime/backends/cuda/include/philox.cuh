@@ -4,6 +4,7 @@
 
 // What a random number is for; every purpose has its own stream.
 constexpr uint64_t PURPOSE_TARGET = 0;
+constexpr uint64_t PURPOSE_FORCED = 0xffffffffull;  // measurements only
 
 // In [0, 1): the upper 53 bits of the first word for key (seed, purpose) and counter (position + 1, 0, 0, 0).
 DEVICE double philox_uniform(uint64_t seed, uint64_t position, uint64_t purpose) {

@@ -38,7 +38,9 @@ struct RoundHeader {
     int verify;
     int has_mask;
     int n_top;         // -1: no logprobs; otherwise how many of the most likely ids besides the drawn one
-    int reserved[12];
+    int own_drafts;    // columns 1.. are what the slots hold
+    float forced;      // measurements only: the probability that a draft is taken whatever was drawn; 0: off
+    int reserved[10];
 };
 static_assert(sizeof(RoundHeader) == 64, "mirrored by ops/round_state.py");
 
@@ -63,7 +65,8 @@ struct RowInput {
     int bias_begin;     // range of the bias entries, ids ascending
     int n_bias;
     int token_ids[MAX_COLUMNS];
-    int reserved[2];
+    int n_drafts;       // to make behind what the row emits
+    int reserved;
     int stop_ids[MAX_STOP_IDS];
 };
 static_assert(sizeof(RowInput) == 384, "mirrored by ops/round_state.py");
@@ -84,8 +87,10 @@ struct RowOutput {
     int columns;                  // inputs a full commit folds
     int budget;                   // in force at the start of the round
     int empty_mask;               // 1: a column that was reached may draw nothing
-    int reserved;
+    int drafted;                  // drafts that were evaluated
     int token_ids[MAX_COLUMNS];   // 0 from `emitted` on
-    int padding[2];
+    int n_drafts;                 // that the slot holds now
+    int drafts[MAX_COLUMNS - 1];  // 0 from `n_drafts` on
+    int padding[4];
 };
-static_assert(sizeof(RowOutput) == 64, "mirrored by ops/round_state.py");
+static_assert(sizeof(RowOutput) == 96, "mirrored by ops/round_state.py");

@@ -7,6 +7,10 @@
 #include "common.cuh"
 #include "attention.cuh"
 
+#ifndef LOWEST
+#define LOWEST 0  // 1: index 0 of the row is not seen
+#endif
+
 struct AttentionPrefillParams {
     const uint16_t* qk;
     const uint16_t* gv;
@@ -251,6 +255,7 @@ struct Scorer {
                     if (8 * n + i % 2 > last[i / 2]) s[n][i] = MASKED;
             }
         }
+        if (LOWEST == 1 && first_key == 0 && t == 0) s[0][0] = s[0][2] = MASKED;
         float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])};
 #pragma unroll
         for (int n = 1; n < TILE_KEYS / 8; ++n) {

@@ -3,7 +3,7 @@
 // counts: int32 [slots][counts_stride], occurrences of generated tokens.
 // One warp per row. Reference: backends/reference/program.py `_task` and book.py `continuation`, exact.
 #include "common.cuh"
-#include "round.cuh"
+#include "draft.cuh"
 
 struct RoundBeginParams {
     const unsigned char* input;
@@ -11,6 +11,7 @@ struct RoundBeginParams {
     RowState* rows;
     int* tokens;
     int* counts;
+    const HeldDrafts* held;  // [slots]; null: the program does not draft
     int counts_stride;
     int n_rows;
     int n_columns;
@@ -56,16 +57,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const RowOutput& before = p.previous[b];
     const bool follows = header.has_previous != 0;
     const bool is_frozen = follows && before.status != STATUS_RUNNING;
-    if (lane < p.n_columns) {
-        int token = is_frozen || lane >= in.n_columns ? 0 : in.token_ids[lane];
-        if (follows && !is_frozen && lane == 0) token = before.token_ids[before.emitted - 1];
-        p.tokens[b * p.n_columns + lane] = token;
+    const int start = follows ? before.start + before.columns : in.start;
+    const int first = follows && !is_frozen ? before.token_ids[before.emitted - 1] : in.token_ids[0];
+    int n_columns = is_frozen ? 0 : in.n_columns;
+    const int* drafts = in.token_ids + 1;
+    if (header.own_drafts && !is_frozen) {
+        const HeldDrafts& held = p.held[in.slot];
+        drafts = held.token_ids;
+        n_columns = minimum(n_columns, held.index == start && held.anchor == first ? 1 + held.n_drafts : 1);
     }
+    if (lane < p.n_columns) p.tokens[b * p.n_columns + lane] = lane >= n_columns ? 0 : lane == 0 ? first : drafts[lane - 1];
     if (lane == 0) {
         RowState row = {};
         row.slot = in.slot;
-        row.start = follows ? before.start + before.columns : in.start;
-        row.n_columns = is_frozen ? 0 : in.n_columns;
+        row.start = start;
+        row.n_columns = n_columns;
         row.rope_delta = in.rope_delta;
         row.fold_columns = follows ? before.columns : in.fold_columns;  // also of rows that have just ended
         row.fold_buffer = in.fold_buffer;

@@ -4,10 +4,14 @@
 // token = the first candidate, in descending order, where the cumulative weight exceeds u * (weight of those kept).
 // sample_scan: one warp per CHUNK ids and column -> largest value, sums of exponentials, NaN for a logit not finite.
 // sample_draw: one block per column -> token and logprobs; the last block of a row to arrive applies its rule.
+// DRAFT: one column per row, drawn as the target will draw it; -infinity among the logits is an id that is not proposed.
 // Reference: backends/reference/sampling.py, rounds.py; tokens equal except where 1e-6 of the mass decides (1e-12 for
 // top_k 1 .. PREFIX); logprobs 1e-5.
 #include "common.cuh"
-#include "round.cuh"
+#ifndef DRAFT
+#define DRAFT 0
+#endif
+#include "draft.cuh"
 #include "philox.cuh"
 #include "sample_column.cuh"
 #include "sample_select.cuh"
@@ -22,6 +26,8 @@ struct SampleParams {
     const int* tokens;            // resolved inputs, int32 [T]
     RowState* rows;
     RowOutput* outputs;
+    DraftState* states;           // DRAFT
+    HeldDrafts* held;             // DRAFT, [slots]
     double* best;                 // [T][n_chunks]
     int* best_ids;
     float* raw_largest;           // over raw logits
@@ -41,6 +47,20 @@ struct SampleParams {
     int n_top_limit;
 };
 
+#if DRAFT
+using Row = DraftState;
+#else
+using Row = RowState;
+#endif
+
+DEVICE const Row& row_of(const SampleParams& p, int b) {
+#if DRAFT
+    return p.states[b];
+#else
+    return p.rows[b];
+#endif
+}
+
 DEVICE const RoundHeader& header_of(const SampleParams& p) { return *reinterpret_cast<const RoundHeader*>(p.input); }
 
 DEVICE const RowInput& input_of(const SampleParams& p, int b) {
@@ -49,19 +69,29 @@ DEVICE const RowInput& input_of(const SampleParams& p, int b) {
 
 // Whether column i of a row draws: every column of a verify row, the last of a known one.
 DEVICE bool draws_at(const RowState& row, int i) { return i < row.n_columns && (row.verify || i == row.n_columns - 1); }
+DEVICE bool draws_at(const DraftState& row, int) { return row.is_active != 0; }
 
-DEVICE Column column_of(const SampleParams& p, const RowState& row, const RowInput& in, int c, int i) {
+DEVICE uint64_t index_behind(const RowState& row, int i) { return static_cast<uint64_t>(row.start + i + 1); }
+DEVICE uint64_t index_behind(const DraftState& row, int) { return static_cast<uint64_t>(row.next_index); }
+
+DEVICE Column column_of(const SampleParams& p, const Row& row, const RowInput& in, int c, int i) {
     Column column;
     column.logits = p.logits + static_cast<int64_t>(c) * p.logits_stride;
     const bool has_penalties = in.presence != 0.0 || in.frequency != 0.0;
     column.counts = has_penalties ? p.counts + static_cast<int64_t>(row.slot) * p.counts_stride : nullptr;
-    column.mask = header_of(p).has_mask ? p.masks + static_cast<int64_t>(c) * p.mask_words : nullptr;
     column.bias = p.bias + in.bias_begin;
-    column.drafts = p.tokens + (c - i) + 1;
     column.presence = in.presence;
     column.frequency = in.frequency;
     column.n_bias = in.n_bias;
+#if DRAFT
+    column.mask = nullptr;
+    column.drafts = row.uncounted;
+    column.n_drafts = row.n_uncounted;
+#else
+    column.mask = header_of(p).has_mask ? p.masks + static_cast<int64_t>(c) * p.mask_words : nullptr;
+    column.drafts = p.tokens + (c - i) + 1;
     column.n_drafts = row.verify ? i : 0;
+#endif
     column.n_ids = p.n_ids;
     return column;
 }
@@ -94,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int s = 0; s < SEGMENTS; ++s)
         load_logits(p.logits + static_cast<int64_t>(c) * p.logits_stride, first + s * SEGMENT, p.n_ids, raw[s]);
-    const RowState& row = p.rows[b];
+    const Row& row = row_of(p, b);
     if (!draws_at(row, i)) return;
     const RowInput& in = input_of(p, b);
     const Column column = column_of(p, row, in, c, i);
@@ -106,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int id = first + s * SEGMENT + j;
-            is_finite = is_finite && (id >= p.n_ids || fabsf(raw[s][j]) < infinite());
+            is_finite = is_finite && (id >= p.n_ids || (DRAFT ? raw[s][j] : fabsf(raw[s][j])) < infinite());
             if (raw[s][j] > largest) {
                 largest = raw[s][j];
                 largest_id = id;
@@ -133,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         p.best[at] = is_finite ? best : static_cast<double>(__uint_as_float(0x7fc00000u));
         p.best_ids[at] = best_id;
     }
-    if (header_of(p).n_top >= 0) {
+    if (!DRAFT && header_of(p).n_top >= 0) {
         largest = warp_max(largest);
         float sum = 0.0f;
 #pragma unroll
@@ -230,6 +260,36 @@ DEVICE void write_logprobs(const SampleParams& p, Selection& s, const Column& co
     }
 }
 
+#if DRAFT
+// One draft more, or none any more: a proposer whose logits are not finite is not asked again.
+DEVICE void end_draft(const SampleParams& p, int b, Draw draw) {
+    DraftState& state = p.states[b];
+    if (!state.is_active) return;
+    if (draw.outcome != DREW) {
+        state.n_wanted = state.n_drafts;
+        return;
+    }
+    const int at = state.n_drafts;
+    p.held[state.slot].token_ids[at] = draw.token;
+    p.held[state.slot].n_drafts = at + 1;
+    p.outputs[b].drafts[at] = draw.token;
+    p.outputs[b].n_drafts = at + 1;
+    state.uncounted[state.n_uncounted] = draw.token;
+    ++state.n_uncounted;
+    ++state.n_drafts;
+    ++state.next_index;
+}
+#else
+// The draw behind a column, or its draft where a measurement wants that taken.
+DEVICE Draw draw_behind(const SampleParams& p, const RowState& row, int b, int i) {
+    Draw draw = p.draws[b * p.n_columns + i];
+    const float forced = header_of(p).forced;
+    if (forced > 0.0f && row.verify && i + 1 < row.n_columns && draw.outcome == DREW &&
+        philox_uniform(static_cast<uint64_t>(row.slot), static_cast<uint64_t>(row.start + i), PURPOSE_FORCED) < forced)
+        draw.token = p.tokens[b * p.n_columns + i + 1];
+    return draw;
+}
+
 // What one row emits, from its columns' draws; one warp.
 DEVICE void end_row(const SampleParams& p, int b) {
     RowState& row = p.rows[b];
@@ -242,7 +302,7 @@ DEVICE void end_row(const SampleParams& p, int b) {
     out.budget = budget;
     int own_token = 0;  // lane i: the i-th token emitted
     for (int i = verify ? 0 : n - 1; i >= 0 && i < n; ++i) {
-        const Draw draw = p.draws[b * p.n_columns + i];
+        const Draw draw = draw_behind(p, row, b, i);
         if (draw.outcome != DREW) {
             out.status = STATUS_NOT_FINITE;
             out.empty_mask = draw.outcome == NOTHING_ALLOWED;
@@ -272,11 +332,13 @@ DEVICE void end_row(const SampleParams& p, int b) {
     written.columns = out.columns;
     written.budget = out.budget;
     written.empty_mask = out.empty_mask;
+    written.drafted = verify ? maximum(n - 1, 0) : 0;
     row.status = out.status;
     row.emitted = out.emitted;
     row.accepted = out.accepted;
     row.columns = out.columns;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     sample_draw(const __grid_constant__ SampleParams p) {
@@ -285,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grid_dependency_launch();
     grid_dependency_wait();
     const int c = static_cast<int>(blockIdx.x), b = c / p.n_columns, i = c % p.n_columns;
-    const RowState& row = p.rows[b];
+    const Row& row = row_of(p, b);
     if (draws_at(row, i)) {
         const RowInput& in = input_of(p, b);
         const Column column = column_of(p, row, in, c, i);
@@ -300,22 +362,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (is_wide(in.top_k))
                     total = combined_sum(p, s, c, p.scaled_sum, largest, inverse,
                                          [&](int64_t at) { return static_cast<double>(static_cast<float>(p.best[at])); });
-                const uint64_t position = static_cast<uint64_t>(row.start + i + 1);
-                const double u = philox_uniform(in.seed, position, PURPOSE_TARGET);
+                const double u = philox_uniform(in.seed, index_behind(row, i), PURPOSE_TARGET);
                 token = draw_token(column, s, in, static_cast<float>(largest), total, u, p.n_chunks);
             }
+#if !DRAFT
             const int n_top = header_of(p).n_top;
             if (n_top >= 0) {
                 const int slot = b * MAX_COLUMNS + (row.verify ? i : 0);
                 write_logprobs(p, s, column, c, slot, token, n_top);
             }
+#endif
         }
         if (threadIdx.x == 0) p.draws[c] = Draw{token, outcome};
     }
+#if DRAFT
+    __syncthreads();
+    if (threadIdx.x == 0) end_draft(p, b, p.draws[c]);
+#else
     __syncthreads();
     if (threadIdx.x == 0) s.index = atomic_add_acq_rel(p.arrived + b, 1u) == static_cast<uint32_t>(p.n_columns - 1);
     __syncthreads();
     if (s.index == 0) return;
     if (threadIdx.x == 0) p.arrived[b] = 0;
     if (warp_index() == 0) end_row(p, b);
+#endif
 }

@@ -99,9 +99,19 @@ class _Shape:
         return 2 if self.tiles == 1 else 1
 
 
+_MOST_COLUMNS = MAX_COLUMNS + 1
+"""Of a row: the draft layer reads one more than a round evaluates."""
+_MOST_QUERY_ROWS = 48
+
+
+def most_columns(geometry: AttentionGeometry) -> int:
+    """Columns per row that there are kernels for."""
+    return min(_MOST_COLUMNS, _MOST_QUERY_ROWS // geometry.ratio)
+
+
 def _check_q(q: int) -> None:
-    if not 1 <= q <= MAX_COLUMNS:
-        raise ValueError(f"{q} columns per row, expected 1 to {MAX_COLUMNS}")
+    if not 1 <= q <= _MOST_COLUMNS:
+        raise ValueError(f"{q} columns per row, expected 1 to {_MOST_COLUMNS}")
 
 
 def _combine_dims(geometry: AttentionGeometry) -> int:

@@ -78,18 +78,19 @@ def append_spec(geometry: AttentionGeometry) -> KernelSpec:
     return KernelSpec("kv_append.cu", "kv_append", geometry.defines)
 
 
-def _specs(geometry: AttentionGeometry) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
+def _specs(geometry: AttentionGeometry, lowest: int) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
+    attend = (*geometry.defines, ("LOWEST", lowest)) if lowest else geometry.defines
     return (
         append_spec(geometry),
-        KernelSpec("attention_prefill.cu", "attention_prefill", geometry.defines, 256, _shared_bytes(geometry)),
+        KernelSpec("attention_prefill.cu", "attention_prefill", attend, 256, _shared_bytes(geometry)),
         KernelSpec("attention_prefill.cu", "prefill_combine", geometry.defines),
         KernelSpec("attention_prefill.cu", "prefill_unrotate", geometry.defines),
     )
 
 
-def specs(geometry: AttentionGeometry) -> list[KernelSpec]:
-    """Every variant."""
-    return list(_specs(geometry)[: 4 if geometry.rotation else 3])
+def specs(geometry: AttentionGeometry, *, lowest: int = 0) -> list[KernelSpec]:
+    """Every variant; ``lowest`` 1: of a layer that does not see index 0."""
+    return list(_specs(geometry, lowest)[: 4 if geometry.rotation else 3])
 
 
 def _tiles_bytes(n_sms: int) -> int:
@@ -106,10 +107,12 @@ def workspace_bytes(geometry: AttentionGeometry, n_sms: int, max_tokens: int) ->
 class AttentionPrefill:
     """Prompt chunks of one model."""
 
-    def __init__(self, device: Device, geometry: AttentionGeometry) -> None:
+    def __init__(self, device: Device, geometry: AttentionGeometry, *, lowest: int = 0) -> None:
+        """``lowest``: 0 or 1, the first index of a row that is seen."""
         self._geometry = geometry
         self._n_parts = device.n_sms
-        self._append, self._attend, self._combine, *unrotate = (device.kernel(spec) for spec in specs(geometry))
+        variants = specs(geometry, lowest=lowest)
+        self._append, self._attend, self._combine, *unrotate = (device.kernel(spec) for spec in variants)
         self._unrotate = unrotate[0] if unrotate else None
 
     def launch(

@@ -25,6 +25,7 @@ class RoundBeginParams(ctypes.Structure):
         ("rows", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
+        ("held", ctypes.c_uint64),
         ("counts_stride", ctypes.c_int32),
         ("n_rows", ctypes.c_int32),
         ("n_columns", ctypes.c_int32),
@@ -113,14 +114,23 @@ class Counts:
 class RoundBegin:
     """First kernel of every round: resolves rows and inputs, counts what the previous round emitted."""
 
-    def __init__(self, device: Device, memory: RoundMemory, counts: CountsMemory) -> None:
+    def __init__(self, device: Device, memory: RoundMemory, counts: CountsMemory, held: int = 0) -> None:
+        """``held``: HELD_DRAFTS [slots] of ``ops/draft.py``; 0 for programs that do not draft."""
         self._kernel = device.kernel(ROUND_BEGIN)
-        self._memory, self._counts = memory, counts
+        self._memory, self._counts, self._held = memory, counts, held
 
     def launch(self, stream: Stream, n_rows: int, n_columns: int) -> None:
         """Packed input (and, if it says so, the result of the round before) → ``rows`` and ``tokens`` [B · q]."""
         m = self._memory
         params = RoundBeginParams(
-            m.input, m.result, m.rows, m.tokens, self._counts.pointer, self._counts.stride, n_rows, n_columns
+            input=m.input,
+            previous=m.result,
+            rows=m.rows,
+            tokens=m.tokens,
+            counts=self._counts.pointer,
+            held=self._held,
+            counts_stride=self._counts.stride,
+            n_rows=n_rows,
+            n_columns=n_columns,
         )
         self._kernel.launch((1, 1, 1), params, stream)

@@ -47,7 +47,13 @@ ROW_STATE = np.dtype(
 )
 """One resolved row on the device; ``MAX_ROWS`` of them, written by ``round_begin``."""
 
-HEADER = np.dtype([*_ints("has_previous", "verify", "has_mask", "n_top"), ("reserved", np.int32, 12)])
+HEADER = np.dtype(
+    [
+        *_ints("has_previous", "verify", "has_mask", "n_top", "own_drafts"),
+        ("forced", np.float32),
+        ("reserved", np.int32, 10),
+    ]
+)
 
 ROW_INPUT = np.dtype(
     [
@@ -56,7 +62,7 @@ ROW_INPUT = np.dtype(
         *_ints("slot", "n_columns", "start", "rope_delta", "budget", "fold_columns", "fold_buffer", "record_buffer"),
         *_ints("top_k", "n_stop_ids", "bias_begin", "n_bias"),
         ("token_ids", np.int32, MAX_COLUMNS),
-        ("reserved", np.int32, 2),
+        *_ints("n_drafts", "reserved"),
         ("stop_ids", np.int32, MAX_STOP_IDS),
     ]
 )
@@ -65,14 +71,16 @@ BIAS_ENTRY = np.dtype([("value", np.float64), ("token_id", np.int32), ("reserved
 
 ROW_OUTPUT = np.dtype(
     [
-        *_ints("status", "start", "emitted", "accepted", "columns", "budget", "empty_mask", "reserved"),
+        *_ints("status", "start", "emitted", "accepted", "columns", "budget", "empty_mask", "drafted"),
         ("token_ids", np.int32, MAX_COLUMNS),
-        ("padding", np.int32, 2),
+        ("n_drafts", np.int32),
+        ("drafts", np.int32, MAX_COLUMNS - 1),
+        ("padding", np.int32, 4),
     ]
 )
 
 assert (ROW_STATE.itemsize, HEADER.itemsize, ROW_INPUT.itemsize) == (64, 64, 384)
-assert (BIAS_ENTRY.itemsize, ROW_OUTPUT.itemsize) == (16, 64)
+assert (BIAS_ENTRY.itemsize, ROW_OUTPUT.itemsize) == (16, 96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,8 @@ class RoundBuffers:
         rows["rope_delta"], rows["budget"] = round_.rope_deltas, round_.budget
         rows["fold_columns"], rows["fold_buffer"], rows["record_buffer"] = fold_columns, fold_buffers, record_buffers
         rows["token_ids"][:, :q] = round_.token_ids
+        rows["n_drafts"] = 0 if round_.n_drafts is None else round_.n_drafts
+        self._header["own_drafts"] = round_.own_drafts
         width = min(round_.pages.shape[1], self.layout.pages_per_row)
         self._pages[:b, :width] = round_.pages[:, :width]
         self._pages[:b, width:] = NO_PAGE
@@ -215,7 +225,7 @@ class RoundBuffers:
         row = self._rows[:1]
         row["slot"], row["n_columns"], row["start"] = chunk.slot, 1, chunk.start + n_tokens - 1
         row["rope_delta"] = row["fold_columns"] = row["fold_buffer"] = row["record_buffer"] = 0
-        row["budget"] = 2
+        row["budget"], row["n_drafts"] = 2, 0
         row["token_ids"][0, 0] = chunk.token_ids[-1]
         self._pack_header(False, True, chunk.logits_mask, chunk.n_top_logprobs)
         self._pack_sampling((chunk.sampling or SamplingParams.greedy(),), (frozenset(),))
@@ -267,7 +277,31 @@ class RoundBuffers:
         logprobs = None
         if round_.n_top_logprobs is not None:
             logprobs = self._logprobs(rows["emitted"], q, round_.n_top_logprobs)
-        return RoundResult(rows["token_ids"][:, :q].copy(), accepted, emitted, columns, status, starts, logprobs)
+        drafted, drafts, n_drafts = rows["drafted"].copy(), None, None
+        if round_.n_drafts is not None:
+            drafts, n_drafts = rows["drafts"].copy(), rows["n_drafts"].copy()
+        return RoundResult(
+            token_ids=rows["token_ids"][:, :q].copy(),
+            accepted=accepted,
+            emitted=emitted,
+            columns=columns,
+            status=status,
+            starts=starts,
+            logprobs=logprobs,
+            drafted=drafted,
+            drafts=drafts,
+            n_drafts=n_drafts,
+        )
+
+    def force(self, acceptance: float) -> None:
+        """Measurements only: the probability that a draft counts as right, whatever was drawn; 0: as it was drawn."""
+        self._header["forced"] = acceptance
+
+    def held_drafts(self) -> Int32s:
+        """int32 [n] drafts behind a prompt chunk, from its downloaded result."""
+        row = self._output[: self.layout.chosen_offset].view(ROW_OUTPUT)[0]
+        drafts: Int32s = row["drafts"][: row["n_drafts"]].copy()
+        return drafts
 
     def unpack_prompt(self, chunk: PrefillChunk) -> tuple[int | None, Logprobs | None]:
         """(drawn token, or None when a logit is not finite; its logprobs) of the chunk's last token."""

@@ -34,6 +34,8 @@ class SampleParams(ctypes.Structure):
         ("tokens", ctypes.c_uint64),
         ("rows", ctypes.c_uint64),
         ("outputs", ctypes.c_uint64),
+        ("states", ctypes.c_uint64),
+        ("held", ctypes.c_uint64),
         ("best", ctypes.c_uint64),
         ("best_ids", ctypes.c_uint64),
         ("raw_largest", ctypes.c_uint64),
@@ -90,8 +92,8 @@ class SamplerShape:
         words = self.capacity + _BINS + 2 * _MAX_CHUNKS + warps + 8
         return -(-(8 * doubles + 4 * words) // 128) * 128
 
-    def _spec(self, name: str, threads: int, shared_bytes: int, min_blocks: int) -> KernelSpec:
-        defines = (
+    def _spec(self, name: str, threads: int, shared_bytes: int, min_blocks: int, drafts: bool) -> KernelSpec:
+        defines: tuple[tuple[str, int], ...] = (
             ("CHUNK", self.chunk),
             ("MAX_CHUNKS", _MAX_CHUNKS),
             ("CAPACITY", self.capacity),
@@ -99,13 +101,14 @@ class SamplerShape:
             ("VECTOR_LOADS", int(self.logits_stride % 4 == 0)),
             ("SELECTION_BYTES", self.shared_bytes),
         )
+        defines += (("DRAFT", 1),) if drafts else ()
         return KernelSpec("sampling.cu", name, defines, threads, shared_bytes, min_blocks)
 
-    def specs(self) -> list[KernelSpec]:
-        """The two launches: a scan by many blocks, then one block per column."""
+    def specs(self, *, drafts: bool = False) -> list[KernelSpec]:
+        """The two launches: a scan by many blocks, then one block per column; or those that draw drafts."""
         return [
-            self._spec("sample_scan", _SCAN_THREADS, 0, 3),
-            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes, 1),
+            self._spec("sample_scan", _SCAN_THREADS, 0, 3, drafts),
+            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes, 1, drafts),
         ]
 
 
@@ -130,7 +133,11 @@ class SamplerMemory:
 
 
 class Sampler:
-    """Draws of all columns, then each row's rule; results go to ``RoundMemory.result`` and ``.rows``."""
+    """Draws of all columns, then each row's rule; results go to ``RoundMemory.result`` and ``.rows``.
+
+    With ``drafts`` it draws the next draft of every row that makes one: from one row of logits each, for the rows of
+    ``states`` into ``held`` (addresses, ``ops/draft.py``).
+    """
 
     def __init__(
         self,
@@ -139,9 +146,12 @@ class Sampler:
         memory: SamplerMemory,
         round_memory: RoundMemory,
         counts: CountsMemory,
+        drafts: tuple[int, int] | None = None,
     ) -> None:
+        """``drafts``: addresses of ``states`` and ``held``."""
         self._shape = shape
-        self._scan, self._draw = (device.kernel(spec) for spec in shape.specs())
+        self._scan, self._draw = (device.kernel(spec) for spec in shape.specs(drafts=drafts is not None))
+        states, held = drafts or (0, 0)
         device.upload(memory.arrived, np.zeros(MAX_ROWS, np.uint32))
         m, layout = round_memory, round_memory.layout
         self._params = SampleParams(
@@ -152,6 +162,8 @@ class Sampler:
             tokens=m.tokens,
             rows=m.rows,
             outputs=m.result,
+            states=states,
+            held=held,
             best=memory.best,
             best_ids=memory.best_ids,
             raw_largest=memory.raw_largest,
