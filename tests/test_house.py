@@ -34,7 +34,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cfg", ".sh", ".yml", ".yaml", 
 SPEC_PAGES = (
     "container", "formats", "layouts", "inventory", "migration", "conversion", "models", "program", "engine",
     "index", "cli", "verify", "convert-cli", "artifact-tools", "nvfp4-sources", "benchmarks", "kernels", "grammars",
-    "serving", "api-openai", "text-stream",
+    "serving", "api-openai", "text-stream", "prefix-reuse",
 )  # fmt: skip
 
 
