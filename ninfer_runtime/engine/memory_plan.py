@@ -19,7 +19,7 @@ _SMALLER_KV: tuple[KvDtype, ...] = ("int8", "fp6")
 KV_FORMATS: tuple[KvDtype, ...] = ("bf16", *_SMALLER_KV)
 GRID_SEQUENCES = (1, 2, 4, 8)
 ContextGrid = Mapping[KvDtype, tuple[int | None, ...]]
-Fits = Callable[[EngineConfig], bool]
+Room = Callable[[EngineConfig], int | None]
 
 
 def program_options(config: EngineConfig) -> ProgramOptions:
@@ -87,48 +87,49 @@ def plan_within(backend: Backend, model: BoundModel, config: EngineConfig, free:
     if config.kv_capacity != "auto":
         return planned(limits.n_pages)
     least = max(config.pages_per_sequence, config.max_concurrency)
-    n_pages = largest(least, limits.n_pages, lambda n: planned(n).reserved_bytes + HEADROOM_BYTES <= free)
+    n_pages = largest(least, limits.n_pages, lambda n: free - HEADROOM_BYTES - planned(n).reserved_bytes)
     return planned(n_pages or least)
 
 
-def largest(low: int, high: int, holds: Callable[[int], bool], guess: int | None = None) -> int | None:
-    """The largest n in low .. high that ``holds``, which is true up to some n and false beyond; None: not even low.
+def largest(low: int, high: int, room: Callable[[int], int | None]) -> int | None:
+    """The largest n in low .. high with ``room(n)`` >= 0; None: not even low.
 
-    With a good ``guess`` few n are tried.
+    ``room`` falls with n, nearly in a straight line, or is None from some n on: the straight line is tried in turn with
+    the middle.
     """
-    if high < low or not holds(low):
+    if high < low or (left := room(low)) is None or left < 0:
         return None
-    n, step = guess, 1
-    while n is not None and low < n <= high:
-        if holds(n):
-            low, n = n, n + step
+    if (missing := room(high)) is not None and missing >= 0:
+        return high
+    is_straight = True
+    while high - low > 1:
+        n = (low + high) // 2
+        if is_straight and missing is not None:
+            n = min(max(low + left * (high - low) // (left - missing), low + 1), high - 1)
+        found = room(n)
+        if found is not None and found >= 0:
+            low, left = n, found
         else:
-            high, n = n - 1, n - step
-        step *= 4
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+            high, missing = n, found
+        is_straight = not is_straight
     return low
 
 
-def fits_on(backend: Backend, model: BoundModel) -> Fits:
-    """Whether a config can be planned by this backend and fits the memory that is free."""
+def room_on(backend: Backend, model: BoundModel) -> Room:
+    """Bytes that a config leaves of the free memory, negative: that are missing; None: it cannot be planned."""
 
-    def fits(config: EngineConfig) -> bool:
+    def room(config: EngineConfig) -> int | None:
         try:
             free = backend.free_memory(program_options(config))
-            return plan_within(backend, model, config, free).reserved_bytes <= free
+            return free - plan_within(backend, model, config, free).reserved_bytes
         except (UnsupportedError, UsageError):
-            return False
+            return None
 
-    return fits
+    return room
 
 
-def largest_context(model: BoundModel, config: EngineConfig, fits: Fits, guess: int | None = None) -> int | None:
-    """The longest context at the config's concurrency, in whole pages (or the model's limit); None: not even one.
-
-    ``guess``: its pages, to find it sooner.
-    """
+def largest_context(model: BoundModel, config: EngineConfig, room: Room) -> int | None:
+    """The longest context at the config's concurrency, in whole pages (or the model's limit); None: not even one."""
     limit = model.spec.max_position or LONGEST_CONTEXT
     if isinstance(config.kv_capacity, int):
         limit = min(limit, config.kv_capacity)
@@ -136,45 +137,39 @@ def largest_context(model: BoundModel, config: EngineConfig, fits: Fits, guess: 
     def context(pages: int) -> EngineConfig:
         return replace(config, max_context=min(limit, pages * PAGE_TOKENS))
 
-    pages = largest(1, -(-limit // PAGE_TOKENS), lambda n: fits(context(n)), guess)
+    pages = largest(1, -(-limit // PAGE_TOKENS), lambda n: room(context(n)))
     return None if pages is None else context(pages).max_context
 
 
-def largest_concurrency(config: EngineConfig, fits: Fits) -> int | None:
+def largest_concurrency(config: EngineConfig, room: Room) -> int | None:
     """The most sequences at the config's context; None: not even one."""
-    return largest(1, MAX_CONCURRENCY, lambda n: fits(replace(config, max_concurrency=n)))
+    return largest(1, MAX_CONCURRENCY, lambda n: room(replace(config, max_concurrency=n)))
 
 
-def context_grid(backend: Backend, model: BoundModel, config: EngineConfig, free: int) -> ContextGrid:
+def context_grid(model: BoundModel, config: EngineConfig, room: Room) -> ContextGrid:
     """The longest context of every KV format beside every number of sequences, each with its whole context in the pool.
 
     Everything else is the config's.
     """
-    fits, grid = fits_on(backend, model), {}
-    for kv_dtype in KV_FORMATS:
-        row = []
-        for n in GRID_SEQUENCES:
-            short = replace(config, max_context=PAGE_TOKENS, kv_dtype=kv_dtype, max_concurrency=n, kv_capacity=None)
-            guess = None
-            if fits(short):  # nearly all that grows with the context are its pages
-                plan = plan_within(backend, model, short, free)
-                guess = 1 + (free - plan.reserved_bytes) // max(1, plan.kv_bytes)
-            row.append(largest_context(model, short, fits, guess))
-        grid[kv_dtype] = tuple(row)
-    return grid
+
+    def context(kv_dtype: KvDtype, n: int) -> int | None:
+        changed = replace(config, kv_dtype=kv_dtype, max_concurrency=n, kv_capacity=None)
+        return largest_context(model, changed, room)
+
+    return {kv_dtype: tuple(context(kv_dtype, n) for n in GRID_SEQUENCES) for kv_dtype in KV_FORMATS}
 
 
-def remedy(model: BoundModel, config: EngineConfig, fits: Fits) -> str | None:
+def remedy(model: BoundModel, config: EngineConfig, room: Room) -> str | None:
     """Flags, with values, that make the config fit; None when none do. A single flag is preferred."""
     for changed, flags in _single_changes(config):
-        if fits(changed):
+        if (left := room(changed)) is not None and left >= 0:
             return flags
-    if (tokens := largest_context(model, config, fits)) is not None:
+    if (tokens := largest_context(model, config, room)) is not None:
         return f"--max-context {tokens}"
     for kv_dtype in ("auto", *_SMALLER_KV):
         small = replace(config, max_concurrency=1, kv_dtype=kv_dtype, kv_capacity=None, prefill_chunk=_SMALLEST_CHUNK)
         small = replace(small, snapshots=0)
-        if (tokens := largest_context(model, small, fits)) is not None:
+        if (tokens := largest_context(model, small, room)) is not None:
             context = f" --max-context {min(tokens, config.max_context)}"
             return f"--max-concurrency 1 --kv-dtype {kv_dtype} --prefill-chunk {_SMALLEST_CHUNK}{context}"
     return None
@@ -202,7 +197,7 @@ def shortage(backend: Backend, model: BoundModel, config: EngineConfig, plan: Me
     """One line: what is needed, what is free, what takes most, what helps."""
     rows = sorted(((n, label) for label, n in plan.rows() if n and not label.startswith("host")), reverse=True)
     parts = ", ".join(f"{label} {mebibytes(n)}" for n, label in rows)
-    flags = remedy(model, config, fits_on(backend, model))
+    flags = remedy(model, config, room_on(backend, model))
     advice = f"{flags} would fit" if flags else "no flags make it fit; use a smaller artifact"
     return (
         f"the plan needs {mebibytes(plan.reserved_bytes)} on {config.device}, {mebibytes(free)} are free ({parts}); "
@@ -244,7 +239,7 @@ class Survey:
 def survey(backend: Backend, model: BoundModel, config: EngineConfig) -> Survey:
     """Plan a config for a device, and search what else it could hold. Nothing is allocated."""
     check_context(model, config)
-    free, fits = backend.free_memory(program_options(config)), fits_on(backend, model)
+    free, room = backend.free_memory(program_options(config)), room_on(backend, model)
     plan = plan_within(backend, model, config, free)
     does_fit = plan.reserved_bytes <= free
     auto = plan_within(backend, model, replace(config, kv_capacity="auto"), free)
@@ -252,9 +247,9 @@ def survey(backend: Backend, model: BoundModel, config: EngineConfig) -> Survey:
         plan=plan,
         free_bytes=free,
         fits=does_fit,
-        context=largest_context(model, config, fits),
-        concurrency=largest_concurrency(config, fits),
+        context=largest_context(model, config, room),
+        concurrency=largest_concurrency(config, room),
         auto_tokens=auto.limits.n_pages * PAGE_TOKENS if auto.reserved_bytes <= free else None,
-        grid=context_grid(backend, model, config, free),
-        remedy=None if does_fit else remedy(model, config, fits),
+        grid=context_grid(model, config, room),
+        remedy=None if does_fit else remedy(model, config, room),
     )
