@@ -335,7 +335,7 @@ def test_c22_the_clients_own_parsing_takes_the_answer(client: openai.OpenAI) -> 
         ok: bool
 
     parsed = client.chat.completions.parse(
-        model=MODEL, messages=HELLO, response_format=Shape, max_tokens=100, extra_body=PLAIN
+        model=MODEL, messages=HELLO, response_format=Shape, max_tokens=100, temperature=0, extra_body=PLAIN
     )
     assert isinstance(parsed.choices[0].message.parsed, Shape)
 
