@@ -3,7 +3,8 @@
 import operator
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from ninfer_runtime.text.tokenizer import Tokenizer
 
 TextOrIds = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
+Pieces = Generator[StreamedOutput, None, None]
 
 CONTEXT = 8192
 """Tokens of a sequence where the caller names none and the model was made for as many."""
@@ -93,7 +95,7 @@ class LLM:
         self,
         prompts: TextOrIds | Sequence[TextOrIds],
         sampling_params: Params | Sequence[Params] | None = None,
-    ) -> Iterator[StreamedOutput]:
+    ) -> Pieces:
         """The same in pieces, as they come. An iterator that is closed or dropped ends its answers."""
         return self._pieces(self._texts(prompts, sampling_params))
 
@@ -134,7 +136,7 @@ class LLM:
         thinking: bool = True,
         reasoning_effort: str | None = None,
         preserve_thinking: bool | None = None,
-    ) -> Iterator[StreamedOutput]:
+    ) -> Pieces:
         """``chat`` in pieces, as they come. An iterator that is closed or dropped ends its answers."""
         options = ChatOptions(tools, tool_choice, parallel_tool_calls, thinking, reasoning_effort, preserve_thinking)
         return self._pieces(self._conversations(messages, sampling_params, options))
@@ -224,10 +226,12 @@ class LLM:
             outputs[answer.request_index] = replace(before, outputs=(*before.outputs, answer.output))
         return list(outputs.values())
 
-    def _pieces(self, answers: Sequence[GrowingAnswer]) -> Iterator[StreamedOutput]:
-        return (answer.piece(self.tokenizer) for answer in self._run(answers))
+    def _pieces(self, answers: Sequence[GrowingAnswer]) -> Pieces:
+        with closing(self._run(answers)) as growing:
+            for answer in growing:
+                yield answer.piece(self.tokenizer)
 
-    def _run(self, answers: Sequence[GrowingAnswer]) -> Iterator[GrowingAnswer]:
+    def _run(self, answers: Sequence[GrowingAnswer]) -> Generator[GrowingAnswer, None, None]:
         """Every answer each time there is news of it, last when it has ended. So many are in the engine at once that
         none of its places stays empty."""
         waiting, running = deque(answers), list[GrowingAnswer]()

@@ -51,6 +51,7 @@ def serve(
         int, typer.Option("--default-max-tokens", parser=positive, metavar="N", help="Limit of answers without one.")
     ] = 8192,
     no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Prompts ask for no thinking.")] = False,
+    max_thinking: flags.MaxThinking = None,
     preserve_thinking: Annotated[
         bool, typer.Option("--preserve-thinking", help="Keep the thinking of earlier turns in prompts.")
     ] = False,
@@ -168,6 +169,7 @@ def serve(
             model_id=model_id,
             default_max_tokens=default_max_tokens,
             thinking=not no_thinking,
+            max_thinking=max_thinking,
             preserve_thinking=preserve_thinking,
             chat_template=chat_template,
             tolerant_tool_calls=tolerant_tool_calls,

@@ -128,6 +128,7 @@ def prepare(service: "Service", question: Question) -> Prepared:
 def wanted_of(service: "Service", prepared: Prepared) -> Wanted:
     """What the engine is asked of each prompt."""
     question = prepared.question
+    budget = question.thinking_budget or service.settings.max_thinking
     return Wanted(
         sampling=prepared.sampling,
         max_new=prepared.max_new,
@@ -141,7 +142,7 @@ def wanted_of(service: "Service", prepared: Prepared) -> Wanted:
         form=question.grammar,
         tool_choice=question.tool_choice,
         one_call=question.one_call,
-        max_thinking=question.thinking_budget if prepared.prompts[0].thinking else None,
+        max_thinking=budget if prepared.prompts[0].thinking else None,
         raw=question.conversation is None,
         tolerant_tool_calls=service.settings.tolerant_tool_calls,
         cache_salt=question.cache_salt,

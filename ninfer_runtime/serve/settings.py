@@ -30,6 +30,7 @@ class ServeSettings:
     default_max_tokens   output limit of a request that names none
     thinking             whether prompts ask for thinking unless the request says otherwise
     chat_template        a file in place of the artifact's own template
+    max_thinking         thinking tokens of a request that sets no budget; None: no limit
     preserve_thinking    keep the thinking of earlier turns in prompts
     max_request_bytes    of a body, checked before it is parsed; ``max_depth``: of nested arrays and objects
     store_records, store_bytes   of the Responses store
@@ -49,6 +50,7 @@ class ServeSettings:
     model_id: str | None = None
     default_max_tokens: int = 8192
     thinking: bool = True
+    max_thinking: int | None = None
     preserve_thinking: bool = False
     chat_template: Path | None = None
     tolerant_tool_calls: bool = False

@@ -172,7 +172,7 @@ def test_a_stream_that_is_dropped_ends_its_answers(llm: LLM) -> None:
     stream = llm.chat_stream([SUM] * 6, GREEDY)
     next(stream)
     assert llm.stats().running > 0
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     stats = llm.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert one(llm, SUM).text == "12 + 7 = 19."
@@ -227,6 +227,14 @@ def test_e10_e12_answers_of_one_request_are_those_of_their_seeds_in_any_company(
     among = llm.chat([SUM, STORY, STORY, STORY, STORY], others, thinking=False)
     for output, alone in zip(request.outputs, among[1:], strict=True):
         assert output.token_ids == alone.outputs[0].token_ids
+
+
+def test_answers_to_one_prompt_compute_it_once(llm: LLM) -> None:
+    text = "".join(f"{i} and " for i in range(40))
+    (request,) = llm.generate(text, GenerationParams(n=3, max_tokens=2))
+    reused = [output.finish.reuse.n_tokens for output in request.outputs]
+    assert reused == [0, len(request.prompt_token_ids) - 1, len(request.prompt_token_ids) - 1]
+    assert request.num_cached_tokens == 0
 
 
 def test_e11_without_a_seed_answers_differ(llm: LLM) -> None:
