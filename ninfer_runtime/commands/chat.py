@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 
 from ninfer_format.errors import GenerationError, RequestError, UsageError
 from ninfer_runtime.commands.answer import Answer, Console, run_answer
@@ -17,6 +18,8 @@ from ninfer_runtime.text.messages import Conversation, Message
 
 HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C stops an answer, a second one leaves"
 INTERRUPTED = 130
+KEPT_STATES = 4
+"""In host memory: a conversation has that many places to be taken up from (``text/anchors.py``)."""
 
 
 def chat(
@@ -24,7 +27,7 @@ def chat(
 ) -> int:
     """Read lines until /quit or the end of input; the exit code."""
     with open_session(engine_options) as session:
-        config = session.engine_config()
+        config = replace(session.engine_config(), prefix_reuse=True, host_snapshots=KEPT_STATES)
         check_options(session, sampling_options, options)
         say_notes(session)
         with session.engine(config) as engine:

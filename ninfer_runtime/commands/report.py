@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ninfer_runtime.commands.answer import Answer
 from ninfer_runtime.commands.session import Session
 from ninfer_runtime.config import EngineConfig, SamplingParams
+from ninfer_runtime.engine.sequence import MissReason, Reuse
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.engine import Engine
@@ -69,6 +70,7 @@ def answer_rows(answer: Answer, sampling: SamplingParams, prepare_seconds: float
         ("answer", "sampling", sampling_text(sampling, finish.seed)),
         ("answer", "finish", answer.reason.value),
         ("tokens", "prompt", str(finish.n_prompt)),
+        *reuse_rows(finish.reuse),
         ("tokens", "generated", f"{finish.n_generated}{thinking}"),
         ("time", "prepare", f"{prepare_seconds:.3f} s"),
         ("time", "prefill", f"{finish.prefill_seconds:.3f} s"),
@@ -77,6 +79,15 @@ def answer_rows(answer: Answer, sampling: SamplingParams, prepare_seconds: float
         ("speed", "decode", f"{finish.decode_rate:.1f} tokens/s"),
         ("speed", "overall", f"{overall:.1f} tokens/s"),
     ]
+
+
+def reuse_rows(reuse: Reuse) -> list[Row]:
+    """How much of the prompt was not computed, and why not more; nothing for an engine that keeps nothing."""
+    if reuse.reason is MissReason.OFF:
+        return []
+    where = "" if reuse.first_difference is None else f" at token {reuse.first_difference}"
+    why = "" if reuse.reason is MissReason.NONE else f" ({reuse.reason.value}{where})"
+    return [("tokens", "reused", f"{reuse.n_tokens}{why}")]
 
 
 def answer_json(answer: Answer, session: Session, sampling: SamplingParams, prepare_seconds: float) -> dict[str, Any]:

@@ -37,6 +37,17 @@ def test_chat_remembers_resets_and_quits_on_piped_lines(ninfer: Ninfer, model: P
     assert "forgotten" in run.err
 
 
+def test_chat_takes_up_the_conversation_where_it_was(ninfer: Ninfer, model: Path) -> None:
+    question = "What is 3 + 4?" + " Please answer in one line, as always." * 3
+    run = ninfer("chat", model, *GREEDY, "--statistics", stdin=f"{question}\n{question}\n".encode())
+    assert run.code == 0
+    reused = [line.split("|")[2].strip() for line in run.err.splitlines() if line.startswith("tokens | reused")]
+    assert reused[0] == "0 (empty)"
+    n_tokens, _, why = reused[1].partition(" ")
+    assert int(n_tokens) > 32
+    assert why.startswith("(differs at token "), "the thinking of the first answer is dropped"
+
+
 def test_chat_goes_on_after_a_question_that_does_not_fit(ninfer: Ninfer, model: Path) -> None:
     lines = "x" * 500 + "\nWhat is 3 + 4?\n"
     run = ninfer("chat", model, *GREEDY, "--no-thinking", "--max-context", 64, stdin=lines.encode())
