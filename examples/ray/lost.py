@@ -1,9 +1,10 @@
-"""What a client is told when the replica that answered it has died, in the words of the API it called."""
+"""What a client is told when its request gets no further than the front, in the words of the API it called."""
 
 from ninfer_runtime.serve.errors import Problem, dialect_of
 from ninfer_runtime.serve.sse import DONE, compact_json, data_frame, named_frame
 
 LOST = Problem(503, "the replica that answered has died; ask again", "replica_lost", retry_after=1)
+TOO_LARGE = Problem(413, "the request's body is larger than this server takes", "request_too_large")
 
 
 def error_event(path: str, n_events: int) -> bytes:
@@ -23,6 +24,6 @@ def error_event(path: str, n_events: int) -> bytes:
     return data_frame(compact_json(LOST.body("openai"))) + DONE
 
 
-def error_body(path: str) -> bytes:
+def refusal(path: str, problem: Problem) -> bytes:
     """The body of a response that had not begun."""
-    return LOST.encoded(dialect_of(path))
+    return problem.encoded(dialect_of(path))

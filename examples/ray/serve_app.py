@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from lost import error_body, error_event
+from lost import LOST, TOO_LARGE, error_event, refusal
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayActorError
@@ -29,7 +29,7 @@ from ninfer_runtime.config import Proposer
 from ninfer_runtime.serve.app import build_app
 from ninfer_runtime.serve.auth import check_bind, read_keys
 from ninfer_runtime.serve.service import Service
-from ninfer_runtime.serve.settings import ServeSettings
+from ninfer_runtime.serve.settings import MIB, ServeSettings
 from ninfer_runtime.text.frontend import Frontend
 
 REPLICA_HEADER = "x-ninfer-replica"
@@ -64,6 +64,7 @@ class Args(BaseModel):
     host: str = "127.0.0.1"
     insecure: bool = False
     api_key_file: str | None = None
+    max_request_mib: int = 384
     drain_seconds: float = 60.0
     health_seconds: float = 5.0
     version: str = "1"
@@ -89,6 +90,7 @@ class Engine:
             insecure=args.insecure,
             model_id=args.model_id,
             drain_seconds=args.drain_seconds,
+            max_request_bytes=args.max_request_mib * MIB,
         )
         check_bind(settings)
         options = EngineOptions(
@@ -151,13 +153,19 @@ class Engine:
 class Front:
     """HTTP on one side, replicas of ``Engine`` on the other."""
 
-    def __init__(self, engines: Any) -> None:
+    def __init__(self, engines: Any, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._engines = engines.options(method_name="ask", stream=True)
         self._sessions = Sessions()
 
     async def __call__(self, request: Request) -> Response:
         """Any request of any API."""
-        path, body = request.url.path, await request.body()
+        path, received = request.url.path, bytearray()
+        async for chunk in request.stream():
+            received += chunk
+            if len(received) > self._max_bytes:
+                return Response(refusal(path, TOO_LARGE), TOO_LARGE.status, media_type="application/json")
+        body = bytes(received)
         key = self._sessions.key(path, request.headers, body)
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "path": path,
@@ -178,7 +186,7 @@ class Front:
             content = self._content(path, key, first[1:], messages, answer)
             headers = {name.decode(): value.decode() for name, value in start["headers"]}
             return StreamingResponse(content, start["status"], headers)
-        return Response(error_body(path), 503, {"retry-after": "1"}, "application/json")
+        return Response(refusal(path, LOST), LOST.status, LOST.headers, "application/json")
 
     async def _content(
         self, path: str, key: str, first: list[Message], rest: AsyncIterator[list[Message]], answer: Any
@@ -215,4 +223,6 @@ def build(args: Args) -> Any:
         health_check_timeout_s=max(30.0, args.health_seconds),
         graceful_shutdown_timeout_s=args.drain_seconds,
     ).bind(args)
-    return Front.options(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1}).bind(engines)
+    return Front.options(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1}).bind(
+        engines, args.max_request_mib * MIB
+    )

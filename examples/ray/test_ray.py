@@ -24,7 +24,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from lost import error_body, error_event  # noqa: E402
+from lost import LOST, error_event, refusal  # noqa: E402
 from sessions import Sessions, ranked  # noqa: E402
 
 try:
@@ -100,8 +100,8 @@ def test_a_lost_replica_is_told_in_the_words_of_the_api() -> None:
     assert error_event("/v1/chat/completions", 3).endswith(b"data: [DONE]\n\n")
     assert b'"sequence_number":7' in error_event("/v1/responses", 7)
     assert error_event("/v1/messages", 3).startswith(b"event: error\n")
-    assert json.loads(error_body("/v1/messages"))["type"] == "error"
-    assert json.loads(error_body("/v1/responses"))["error"]["code"] == "replica_lost"
+    assert json.loads(refusal("/v1/messages", LOST))["type"] == "error"
+    assert json.loads(refusal("/v1/responses", LOST))["error"]["code"] == "replica_lost"
 
 
 # ---- a cluster -----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def application(**changes: Any) -> Any:
     return build(
         Args(
             artifact=str(ARTIFACT), replicas=2, gpus=0, cpus=0.5, backend="reference", model_id=MODEL, max_context=512,
-            health_seconds=1.0, drain_seconds=30.0, **changes,
+            health_seconds=1.0, max_request_mib=1, drain_seconds=30.0, **changes,
         )
     )  # fmt: skip
 
@@ -192,6 +192,21 @@ def test_a_session_stays_with_its_replica_and_finds_its_prefix_there(cluster: Cl
         turns += [{"role": "assistant", "content": made.choices[0].message.content or "-"}, user("And again?")]
     assert len(seen) == 1
     assert cached[2] > 0
+
+
+@needs_ray
+def test_errors_come_through_as_they_are(cluster: Cluster) -> None:
+    import anthropic
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        cluster.openai.chat.completions.create(model=MODEL, messages=[user("hi")], temperature=9)
+    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(anthropic.NotFoundError):
+        cluster.anthropic.messages.batches.retrieve("none")
+    with pytest.raises(openai.APIStatusError) as too_large:
+        cluster.openai.responses.create(model=MODEL, input="x" * (1 << 20))
+    assert (too_large.value.status_code, too_large.value.code) == (413, "request_too_large")
 
 
 @needs_ray
