@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,6 +228,24 @@ def test_nothing_is_proposed_from_logits_that_are_not_finite(bad: float) -> None
     logits[1] = bad
     assert propose(logits, PLAIN, counts, 5, "equal") is None
     assert propose(np.full(4, -np.inf, np.float32), PLAIN, counts, 5, "equal") is None
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.0}, {"top_p": 1e-9, "min_p": 1.0}, {"top_k": N_IDS + 1}, {"min_p": 1.0}])
+@pytest.mark.parametrize("temperature", [1e-7, 2.0])
+def test_e13_something_can_always_be_drafted_and_drawn(
+    temperature: float, cut: dict[str, Any], fresh_seed: int
+) -> None:
+    target, proposer = logits_of(fresh_seed, 1)
+    for seed in range(20):
+        own, counts = replace(PLAIN, temperature=temperature, seed=seed, **cut), np.zeros(N_IDS, np.int32)
+        draft = propose(proposer[0, ANCHOR], own, counts, START + 1, "ratio")
+        assert draft is not None
+        inputs = np.array([ANCHOR, draft.token_id], np.int32)
+        task = RowTask(inputs, START, own, counts, frozenset(), 100, None, (draft,))
+        outcome = verify_row(task, np.stack([target[0, ANCHOR], target[0, draft.token_id]]))
+        assert outcome.status is RowStatus.RUNNING
+        assert len(outcome.tokens) == 1 + outcome.accepted
+        assert all(0 <= token < N_IDS for token in outcome.tokens)
 
 
 def test_drafts_beyond_the_columns_take_part_in_the_last_draw(fresh_seed: int) -> None:

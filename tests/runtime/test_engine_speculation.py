@@ -110,10 +110,10 @@ SIZES = pytest.mark.parametrize(
 
 
 @SIZES
-def test_rows_of_every_kind_say_the_same_with_any_number_of_drafts(
+def test_e2_e5_e7_rows_of_every_kind_say_the_same_with_any_number_of_drafts(
     engine_of: OpenEngine, n: int, windows: Sequence[int], fresh_seed: int
 ) -> None:
-    """Greedy and sampled in one round; penalties, bias, min_p, log probabilities and stops (cases E2, E5, E7)."""
+    """Greedy and sampled in one round; penalties, bias, min_p, log probabilities and stops."""
     plain = engine_of()
     requests = mixed(plain, fresh_seed, n)
     expected = answers(plain, requests)
@@ -128,10 +128,9 @@ def test_rows_of_every_kind_say_the_same_with_any_number_of_drafts(
 
 
 @SIZES
-def test_greedy_answers_are_those_without_drafts_and_most_drafts_are_right(
+def test_e5_greedy_answers_are_those_without_drafts_and_most_drafts_are_right(
     engine_of: OpenEngine, n: int, windows: Sequence[int], fresh_seed: int
 ) -> None:
-    """Case E5."""
     plain = engine_of()
     stop_ids = stop_ids_of(plain.model)
     requests = [Request(ids.tolist(), GREEDY, 40, stop_ids) for ids in questions(plain.model, fresh_seed, n)]
@@ -153,6 +152,37 @@ def test_greedy_answers_are_those_without_drafts_and_most_drafts_are_right(
         )
         assert accepted > 0.6 * drafted
         assert sum(at) == accepted
+
+
+def test_e2_penalties_and_cuts_have_their_effect_with_drafts(engine_of: OpenEngine, fresh_seed: int) -> None:
+    engine = engine_of(MAX_DRAFTS)
+    prompt = random_ids(engine.model, fresh_seed, 30).tolist()
+
+    def said(sampling: SamplingParams) -> list[int]:
+        return list(answer(engine.generate(Request(prompt, sampling, 16))).tokens)
+
+    repeating = said(replace(GREEDY, presence_penalty=-2.0, frequency_penalty=-2.0))
+    varied = said(replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0))
+    assert len(set(repeating)) < len(set(varied))
+    assert varied != said(GREEDY)
+    wild = SamplingParams(temperature=2.0, top_p=1.0, top_k=0, seed=fresh_seed)
+    assert said(wild) != said(GREEDY)
+    for cut in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 0.0}):
+        assert said(replace(wild, **cut)) == said(GREEDY)
+    assert 7 not in said(replace(wild, logit_bias=((7, -100.0),)))
+    assert set(said(replace(wild, logit_bias=((7, 100.0),)))) == {7}
+
+
+def test_e7_log_probabilities_with_drafts_are_those_of_the_text(engine_of: OpenEngine, fresh_seed: int) -> None:
+    engine = engine_of(MAX_DRAFTS)
+    (prompt,) = questions(engine.model, fresh_seed, 1)
+    for sampling in (GREEDY, replace(HOT, seed=fresh_seed)):
+        found = answer(engine.generate(Request(prompt.tolist(), sampling, 24, n_top_logprobs=1)))
+        ids = [*prompt.tolist(), *found.tokens]
+        raw = engine_of().teacher_forced_logits(ids)[len(prompt) - 1 : -1, : engine.model.spec.n_addressable]
+        logs = raw - np.log(np.exp(raw.astype(np.float64)).sum(-1, keepdims=True))
+        assert found.logprobs == pytest.approx(logs[np.arange(len(found.tokens)), found.tokens], abs=1e-4)
+        assert [top[0][0] for top in found.top] == logs.argmax(-1).tolist()
 
 
 def test_counts_of_requests_add_up_to_those_of_the_engine(engine_of: OpenEngine, fresh_seed: int) -> None:
@@ -181,10 +211,9 @@ def test_one_ahead_says_the_same(engine_of: OpenEngine, fresh_seed: int, monkeyp
 
 
 @pytest.mark.parametrize("one_ahead", [False, True], ids=["", "ahead"])
-def test_alone_is_among_seven_others_is_after_any_of_them_was_cancelled(
+def test_e10_alone_is_among_seven_others_is_after_any_of_them_was_cancelled(
     engine_of: OpenEngine, one_ahead: bool, fresh_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case E10."""
     monkeypatch.setattr(ReferenceProgram, "runs_ahead", one_ahead)
     engine = engine_of(3)
     requests = [replace(request, max_new=16) for request in mixed(engine, fresh_seed, 8)]

@@ -77,8 +77,10 @@ def test_top_p_is_measured_before_min_p_removes_mass_and_after_top_k_did() -> No
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-3, 2.0])
-@pytest.mark.parametrize("field", [{}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-9, "min_p": 1.0}])
-def test_something_can_always_be_drawn(temperature: float, field: dict[str, Any], fresh_seed: int) -> None:
+@pytest.mark.parametrize(
+    "field", [{}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"top_k": -1}, {"top_p": 1e-9, "min_p": 1.0}]
+)
+def test_e13_something_can_always_be_drawn(temperature: float, field: dict[str, Any], fresh_seed: int) -> None:
     logits = np.random.default_rng(fresh_seed).normal(0, 30, 100).astype(np.float32)
     params = SamplingParams(**(OFF | {"temperature": temperature, "seed": fresh_seed} | field))
     found = candidates(adjust(logits, params, None, None), params)
@@ -99,7 +101,7 @@ def test_penalties_follow_the_formula_and_reach_greedy_too() -> None:
     assert sample(logits, negative, np.array([0, 0, 1], np.int32), 0) == 2
 
 
-def test_logit_bias_bans_forces_and_adds() -> None:
+def test_e13_logit_bias_bans_forces_and_adds() -> None:
     logits = logits_of(0.5, 0.3, 0.2)
     params = SamplingParams(temperature=0.0, logit_bias=((0, -100.0),))
     assert sample(logits, params, None, 0) == 1
@@ -193,7 +195,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("name, value", REFUSED)
-def test_value_outside_the_range_is_refused_by_name(name: str, value: Any) -> None:
+def test_e13_value_outside_the_range_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})
 
@@ -201,7 +203,7 @@ def test_value_outside_the_range_is_refused_by_name(name: str, value: Any) -> No
 @pytest.mark.parametrize(
     "make", [lambda: SamplingParams(temperature=1e-7, top_p=0.0), lambda: SamplingParams(top_k=-1, min_p=1.0)]
 )
-def test_extreme_but_legal_values_are_taken(make: Callable[[], SamplingParams]) -> None:
+def test_e13_extreme_but_legal_values_are_taken(make: Callable[[], SamplingParams]) -> None:
     make()
 
 

@@ -93,7 +93,7 @@ def test_rounding_and_formats_change_nothing_about_that(
     assert same(full_state(program), state)
 
 
-def test_stops_budgets_and_logprobs_are_those_of_stepping(model: BoundModel, fresh_seed: int) -> None:
+def test_e7_stops_budgets_and_logprobs_are_those_of_stepping(model: BoundModel, fresh_seed: int) -> None:
     plain, program = proposing(model, max_drafts=0), proposing(model)
     stop_ids = stop_ids_of(model)
     for prompt in questions(model, fresh_seed, 3):
@@ -260,7 +260,7 @@ def test_a_shorter_commit_and_a_rollback_keep_the_last_hidden_row_right(model: B
         assert same(draft_state(program), states[columns - 1] if columns else before)
 
 
-def test_rejected_drafts_leave_counts_and_text_alone(model: BoundModel, fresh_seed: int) -> None:
+def test_e4_rejected_drafts_leave_counts_and_text_alone(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 1)[0]
     sampling = replace(PENALISED, presence_penalty=2.0)
     tokens = speak(program, prompt, 5, sampling=sampling).tokens
