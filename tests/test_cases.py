@@ -13,8 +13,9 @@ IDS = {
     "c": (1, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16, 17, 19, 20, 21, 22, 23, 25, 26, 27, 28, 29, 30),
     "d": (1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 13, 15, 16, 17, 19, 20, 21, 22, 23),
     "e": (1, 2, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14),
+    "f": (1, 2, 3, 4, 6, 7, 9),
 }
-"""c: requests, streams, the life of a server; d: templates, tools, thinking; e: sampling and speculation."""
+"""c: requests, streams, a server's life; d: templates, tools, thinking; e: sampling, speculation; f: prefix reuse."""
 CASES = [f"{letter}{number}" for letter, numbers in IDS.items() for number in numbers]
 
 
