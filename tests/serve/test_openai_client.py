@@ -171,11 +171,11 @@ def test_e9_log_probabilities_are_those_of_the_answer(client: openai.OpenAI, top
             assert entry.top_logprobs[0].logprob == entry.logprob
 
 
-def test_log_probabilities_of_many_tokens(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-    logprobs = client.completions.create(**fields, logprobs=1, seed=1).choices[0].logprobs
-    assert logprobs is not None
-    assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs or ()) == 400
+def test_log_probabilities_of_many_tokens(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 20, "seed": 1, "logprobs": 2}
+    few = client.completions.create(**fields).choices
+    monkeypatch.setattr("ninfer_runtime.serve.exchange.MANY_TOKENS", 5)
+    assert client.completions.create(**fields).choices == few
 
 
 def test_c4_a_stop_string_ends_the_answer_and_is_not_shown(client: openai.OpenAI) -> None:
@@ -260,6 +260,7 @@ def test_d23_a_thinking_budget_closes_the_thinking(client: openai.OpenAI, stream
 def test_a_required_call_comes_and_fits_its_schema(client: openai.OpenAI, tools: Any, choice: Any, name: str) -> None:
     fields: dict[str, Any] = {
         "tools": tools, "tool_choice": choice, "max_tokens": 200, "extra_body": PLAIN, "parallel_tool_calls": False,
+        "frequency_penalty": 2,
     }  # fmt: skip
     answer = whole(client, **fields)
     (chosen,) = answer.choices
@@ -319,7 +320,7 @@ SHAPE = {
 def test_c22_an_answer_follows_its_json_schema(client: openai.OpenAI, thinking: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE, "strict": True}}
     extra: dict[str, Any] = {"thinking_budget": 3} if thinking else PLAIN
-    fields: dict[str, Any] = {"response_format": form, "max_tokens": 200, "extra_body": extra}
+    fields: dict[str, Any] = {"response_format": form, "max_tokens": 200, "extra_body": extra, "frequency_penalty": 2}
     text = whole(client, **fields).choices[0].message.content or ""
     value = json.loads(text)
     assert set(value) == {"n", "ok"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -39,10 +39,11 @@ def thinned(body: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     return {**{name: body[name] for name in kept}, **prompts}
 
 
-def ask_drawn(server: LiveServer, n_requests: int, draw: int) -> Counter[tuple[str, int]]:
-    """Ask about ``n_requests`` drawn requests, most of them POSTs; (path, status) → responses."""
+def ask_drawn(server: LiveServer, n_requests: int, draw: int, paths: Sequence[str] = ()) -> Counter[tuple[str, int]]:
+    """Ask about ``n_requests`` drawn requests of ``paths`` (all), most of them POSTs; (path, status) → responses."""
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [cast(Any, found).ok() for found in schema.get_all_operations()]
+    operations = [operation for operation in operations if not paths or operation.path in paths]
     posts = sum(operation.method.upper() == "POST" for operation in operations)
     seen: Counter[tuple[str, int]] = Counter()
     for operation in operations:
@@ -82,8 +83,8 @@ def ask_operation(
 
 
 def test_no_server_error_in_a_few_requests(asked: LiveServer, fresh_seed: int) -> None:
-    seen = ask_drawn(asked, 60, fresh_seed)
-    assert sum(seen.values()) >= 50
+    seen = ask_drawn(asked, 30, fresh_seed, ("/v1/chat/completions", "/tokenize", "/v1/models/{model_id}"))
+    assert sum(seen.values()) >= 25
     assert seen["/v1/chat/completions", 400]
     asked.wait_until_idle()
 
