@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ninfer_runtime.cache.pages import pages_for
-from ninfer_runtime.cache.prefix import MIN_SAVED, NoCache
+from ninfer_runtime.cache.prefix import MIN_SAVED, NoCache, PrefixCache
 from ninfer_runtime.cache.tree import TokenTree
 from ninfer_runtime.engine.sequence import Anchors, MissReason, Reuse
 from ninfer_runtime.text.anchors import template_key
@@ -194,3 +194,57 @@ def test_without_reuse_nothing_is_kept_and_nothing_reported() -> None:
     assert on.pool.n_free == on.pool.n_pages
     begun = plain.cache.begin(0, Anchors(), int32s([1]), on.pool.n_pages + 1)
     assert begun is None
+
+
+# who goes first
+
+
+def lengths(on: Lanes) -> set[int]:
+    """Tokens of the kept texts."""
+    assert isinstance(on.cache, PrefixCache)
+    return {kept.n_tokens for kept in on.cache._retained.all()}
+
+
+def aged(device: int) -> Lanes:
+    """A cache that has kept and given up many a small text."""
+    on = lanes(n_pages=128, device=device)
+    for i in range(60):
+        on.serve(system(i, 100))
+    return on
+
+
+def test_conversation_as_it_was_before_it_was_rewritten_goes_first() -> None:
+    on = aged(device=4)
+    question = [*system(100, 200), *range(60)]
+    on.serve(question, [5] * 600, at=(200, 260))
+    assert lengths(on) >= {200, 260, 859}
+    rewritten = [*question, *range(500, 550), *range(700, 760)]
+    assert on.serve(rewritten, at=(200, 310)).n_tokens == 260
+    assert lengths(on) == {200, 310, 370, 100}, "600 tokens that nobody comes back to make room, not 100 of others"
+    assert on.serve([*rewritten, 1], at=(200, 310)).n_tokens == 370
+
+
+def test_other_conversations_of_the_same_application_are_left_alone() -> None:
+    """Another first question is no rewriting: what goes on behind the system block only has its level and its worth."""
+    on = aged(device=4)
+    on.serve([*system(100, 200), *range(60)], [5] * 600, at=(200,))
+    on.serve([*system(100, 200), *range(1000, 1060)], at=(200,))
+    on.serve(system(101, 100))
+    assert 859 in lengths(on)
+
+
+def test_end_that_its_conversation_has_passed_goes_before_a_smaller_one_in_use() -> None:
+    on = aged(device=3)
+    text = [*range(300)]
+    on.serve(text)
+    assert lengths(on) == {300, 100}
+    on.serve([*text, *range(1000, 1200)])
+    assert lengths(on) == {500, 100}
+
+
+def test_ends_make_room_for_pages_before_what_others_begin_with() -> None:
+    on = lanes(n_pages=12, device=8, context=768)
+    on.serve([*system(0, 128), *range(250)], [5] * 50, at=(128,))
+    on.serve(system(1, 440))
+    assert lengths(on) == {128, 440}
+    assert ask(on, 0, 7, n_tokens=128).n_tokens == 128
