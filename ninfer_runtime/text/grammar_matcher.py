@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,16 @@ COMPILE_STACK_BYTES = 256 << 20
 """The compiler recurses along chains of rules and references; the longest that fit into ``MAX_SOURCE_CHARS`` need a
 quarter of this (address space, not memory)."""
 MAX_MESSAGE_CHARS = 500
+MAX_STOP_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StopBits:
+    """Masks uint32 [ceil(n_addressable / 32)]: the stop ids; text without them; everything without them."""
+
+    stop: "Uint32s"
+    text: "Uint32s"
+    everything: "Uint32s"
 
 
 class GrammarVocabulary:
@@ -41,6 +53,17 @@ class GrammarVocabulary:
         self.all_bits = all_bits(self.n_addressable)
         self.text_bits = self.all_bits & ~bits_of(self.n_addressable, control)
         """uint32 [ceil(n_addressable / 32)]: every id but control tokens."""
+        self._stop_bits: dict[frozenset[int], StopBits] = {}
+
+    def stop_bits(self, stop_ids: frozenset[int]) -> "StopBits":
+        """The masks that these stop ids make; shared by all texts that end with them, and not to be changed."""
+        if (found := self._stop_bits.get(stop_ids)) is None:
+            stop = bits_of(self.n_addressable, stop_ids)
+            found = StopBits(stop, self.text_bits & ~stop, self.all_bits & ~stop)
+            if len(self._stop_bits) >= MAX_STOP_BITS:
+                self._stop_bits.clear()
+            self._stop_bits[stop_ids] = found
+        return found
 
     def tag(self, text: str) -> str:
         """How a grammar's rule says ``text``: as its token if it is one, otherwise spelled out."""
@@ -101,16 +124,23 @@ class GrammarVocabulary:
 
 
 class MatchedText:
-    """The engine's ``Grammar`` for a text that an automaton accepts."""
+    """The engine's ``Grammar`` for a text that an automaton accepts. While a request waits for its turn it has next to
+    no size."""
 
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary, stop_ids: frozenset[int]) -> None:
-        self._matcher = automaton.deep_copy()
+        self._automaton = automaton
         self._vocabulary = vocabulary
         self._stop_ids = stop_ids
-        self._stop = bits_of(vocabulary.n_addressable, stop_ids)
-        self._no_stop = vocabulary.text_bits & ~self._stop
-        self._row = np.zeros_like(self._stop)
+        self._bits = vocabulary.stop_bits(stop_ids)
         self._ended = False
+
+    @cached_property
+    def _matcher(self) -> Automaton:
+        return self._automaton.deep_copy()
+
+    @cached_property
+    def _row(self) -> "Uint32s":
+        return np.zeros_like(self._bits.stop)
 
     def masks(self, drafts: Sequence[int], out: "Uint32s") -> int:
         """As ``Grammar``; GenerationError when the next step is too much work for the grammar."""
@@ -143,18 +173,18 @@ class MatchedText:
 
     def _fill(self, row: "Uint32s", ended: bool) -> None:
         """Ids that may follow the matcher's text, in a row that may be wider than the vocabulary."""
-        n_words = len(self._stop)
+        n_words = len(self._bits.stop)
         row[n_words:] = 0
         if ended:
-            row[:n_words] = self._stop
+            row[:n_words] = self._bits.stop
             return
         self._matcher.unsafe_compute_mask_ptr(self._row.ctypes.data, self._row.nbytes)
         if self._matcher.is_error():
             raise GenerationError(f"the form is too complex to go on: {_short(self._matcher.get_error())}")
         may_end = has_bit(self._row, self._vocabulary.end_id)
-        np.bitwise_and(self._row, self._no_stop, out=row[:n_words])
+        np.bitwise_and(self._row, self._bits.text, out=row[:n_words])
         if may_end:
-            row[:n_words] |= self._stop
+            row[:n_words] |= self._bits.stop
         elif not row.any():
             raise GenerationError("the form allows no token here")
 

@@ -32,7 +32,7 @@ class AfterThinking:
         self._answer = answer
         self._tokenizer = vocabulary.tokenizer
         self._closings = _closings_of(vocabulary)
-        self._thinking = vocabulary.all_bits & ~bits_of(vocabulary.n_addressable, stop_ids)
+        self._thinking = vocabulary.stop_bits(stop_ids).everything
         self._place, self._count = _THINKING, 0
         """``_count``: letters of the closing tag that the text ends with, or newlines that may still come."""
 
