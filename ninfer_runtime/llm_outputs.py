@@ -115,7 +115,9 @@ class StreamedOutput:
 class GrowingAnswer:
     """One answer on its way through the engine."""
 
-    def __init__(self, request_index: int, index: int, prompt: "Prompt", asked: Asked, own_stops: frozenset[int]):
+    def __init__(
+        self, request_index: int, index: int, prompt: "Prompt", asked: Asked, own_stops: frozenset[int]
+    ) -> None:
         self.request_index = request_index
         self.index = index
         self.prompt = prompt
