@@ -5,6 +5,7 @@ routes ``{"type": "error", "error": {"type", "message", "details"}, "request_id"
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from ninfer_runtime.media.errors import MediaBudgetError, MediaError, MediaFetch
 Dialect = Literal["openai", "anthropic"]
 
 ANTHROPIC_PATHS = ("/v1/messages",)
+_PLACE = re.compile(r"[A-Za-z_]\w{0,40}(\.[A-Za-z_]\w{0,40}|\[\d{1,7}\]){0,12}", re.ASCII)
 RETRY_SECONDS = 1
 """What ``Retry-After`` says when nothing better is known."""
 
@@ -82,6 +84,11 @@ class Problem:
     def encoded(self, dialect: Dialect, request_id: str | None = None) -> bytes:
         """``body`` as bytes; text that is no Unicode (lone surrogates) is escaped."""
         return json.dumps(self.body(dialect, request_id)).encode()
+
+    @property
+    def logged_param(self) -> str | None:
+        """``param`` for logs: None when it may be text of the request, as the name of a field that nobody knows is."""
+        return self.param if self.param is not None and _PLACE.fullmatch(self.param) else None
 
     @property
     def headers(self) -> dict[str, str]:

@@ -176,11 +176,16 @@ async def send_problem(service: "Service", scope: Scope, send: Send, error: Base
 
 
 def log_failure(service: "Service", request_id: str, error: BaseException, problem: Problem) -> None:
-    """Count it and write it down; a failure nobody foresaw with its traceback."""
+    """Count it and write it down; a failure nobody foresaw with its traceback.
+
+    What a refusal says may quote the request: it is left out unless contents are logged.
+    """
     service.metrics.failed(problem)
     service.log.failed(request_id, problem)
-    unforeseen = not isinstance(error, NinferError)
-    level = logging.ERROR if problem.status >= 500 else logging.INFO
-    LOG.log(
-        level, "%s: %d %s: %s", request_id, problem.status, problem.code, problem.message, exc_info=unforeseen and error
-    )
+    if problem.status >= 500:
+        unforeseen = not isinstance(error, NinferError)
+        message = str(error) or type(error).__name__
+        LOG.error("%s: %d %s: %s", request_id, problem.status, problem.code, message, exc_info=unforeseen and error)
+        return
+    about = problem.message if service.settings.log_content else problem.logged_param or ""
+    LOG.info("%s: %d %s %s", request_id, problem.status, problem.code, about)

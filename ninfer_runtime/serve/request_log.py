@@ -121,7 +121,7 @@ class RequestLog:
         """A request was refused or broke."""
         self._write(
             "request_error",
-            {"request_id": request_id, "status": problem.status, "code": problem.code, "param": problem.param},
+            {"request_id": request_id, "status": problem.status, "code": problem.code, "param": problem.logged_param},
         )
 
     def tick(self, stats: EngineStats) -> None:

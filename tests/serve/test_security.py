@@ -254,7 +254,15 @@ def test_neither_keys_nor_prompts_are_in_any_log(guarded: LiveServer, caplog: py
     try:
         with caplog.at_level(logging.DEBUG, "ninfer"):
             assert post(guarded, json.dumps(MESSAGE).encode()).status == 200
-            post(guarded, json.dumps({**MESSAGE, "temperature": 9}).encode())
+            for wrong in (
+                {"temperature": 9}, {"messages": "my secret words"}, {"my secret words": 1},
+                {"model": "my secret words"}, {"stream": "my secret words"},
+                {"messages": [{"role": "user", "content": "a", "my secret words": 1}]},
+                {"tool_choice": {"type": "function", "function": {"name": "my secret words"}}},
+                {"response_format": {"type": "my secret words"}}, {"logit_bias": {"my secret words": 1}},
+                {"structured_outputs": {"regex": "(my secret words"}},
+            ):  # fmt: skip
+                assert 400 <= post(guarded, json.dumps({**MESSAGE, **wrong}).encode()).status < 500
             guarded.ask("POST", CHAT, MESSAGE, {"x-api-key": "an-attempted-key"})
             guarded.wait_until_idle()
     finally:
