@@ -28,7 +28,8 @@ LOG = logging.getLogger("ninfer.serve")
 CORS_HEADERS = (
     (b"access-control-allow-origin", b"*"),
     (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-    (b"access-control-allow-headers", b"*"),
+    # The asterisk stands for every header but this one.
+    (b"access-control-allow-headers", b"authorization, *"),
     (b"access-control-expose-headers", b"x-request-id, retry-after"),
     (b"access-control-max-age", b"86400"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import socket
@@ -190,6 +191,26 @@ def test_connections_that_are_silently_gone_are_found_out() -> None:
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
 
 
+def test_a_client_that_reads_slowly_gets_it_all_and_holds_nobody_up(artifact: Path) -> None:
+    with programmed(artifact) as (server, _), socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(60)
+        slow.connect(("127.0.0.1", server.port))
+        asked = json.dumps(body(stream=True, n=2, stream_options={"include_usage": True})).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n".encode() + asked)
+        # The engine is done with both answers long before anybody has read them.
+        until(lambda: server.service.engine.stats().requests_finished.get("output-limit") == 2)
+        assert server.chat("Hi", max_tokens=50, stream=True).events[-1]["choices"][0]["finish_reason"] == "length"
+        events = rest(slow).events
+        assert events[-1]["usage"]["completion_tokens"] == 6000
+        texts = ["", ""]
+        for choice in (choice for event in events for choice in event["choices"]):
+            texts[choice["index"]] += choice["delta"].get("reasoning_content", "")
+        whole = server.chat("Hi", n=2, max_tokens=3000).json["choices"]
+        assert texts == [choice["message"]["reasoning_content"] for choice in whole]
+
+
 # ---- too much at once ------------------------------------------------------------------------------
 @pytest.mark.parametrize("stream", [True, False])
 def test_overload_is_429_and_says_when_to_come_back(artifact: Path, stream: bool) -> None:
@@ -348,11 +369,13 @@ def test_an_idle_server_ends_on_the_first_signal(artifact: Path) -> None:
 def test_a_second_signal_ends_running_answers_with_an_error_event(artifact: Path) -> None:
     with programmed(artifact) as (server, program):
         program.round_seconds = 0.01
-        with streaming(server, program) as client:
+        with streaming(server, program) as client, server.raw(CHAT, body()) as other:
+            until(lambda: server.service.n_alive == 2)
             interrupt(server)
             until(lambda: server.service.life.state == "draining")
             interrupt(server)
             events = rest(client).events
+            assert b" 503 " in other.recv(1 << 16)
         assert events[-1]["error"]["code"] == "service_unavailable"
         assert wait_for_end(server) == EXIT_INTERRUPTED
 

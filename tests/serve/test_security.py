@@ -147,6 +147,7 @@ def test_pages_of_other_origins_are_let_in_only_if_asked(guarded: LiveServer, se
     preflight = guarded.ask("OPTIONS", CHAT, headers=origin)
     assert preflight.status == 204
     assert preflight.headers["access-control-allow-origin"] == "*"
+    assert {"authorization", "*"} <= set(preflight.headers["access-control-allow-headers"].split(", "))
     refused = server.ask("OPTIONS", CHAT, headers=origin)
     assert refused.status == 405
     assert not any(name.startswith("access-control") for name in refused.headers)
