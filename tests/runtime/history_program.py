@@ -29,6 +29,7 @@ from ninfer_runtime.backends.base import (
     RowStatus,
     StateSnapshot,
     Ticket,
+    Uint32s,
 )
 from ninfer_runtime.backends.checks import check_pages, require
 from ninfer_runtime.config import PAGE_TOKENS, SamplingParams
@@ -55,6 +56,14 @@ def continuation(
     while len(out) < n and not (out and out[-1] in stop_ids):
         out.append(next_token([*text, *out], params))
     return out
+
+
+def allowed(token: int, mask: Uint32s | None) -> int:
+    """The token, or the next larger one that the mask allows, beginning again at 0."""
+    if mask is None:
+        return token
+    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")[:VOCAB]
+    return token + int(np.roll(bits, -token).argmax()) - (VOCAB if not bits[token:].any() else 0)
 
 
 @dataclass
@@ -159,7 +168,7 @@ class HistoryProgram:
             return PrefillResult(None, np.zeros((0, VOCAB), np.float32), None, None, True)
         if self.not_finite_at == len(slot.history):
             return PrefillResult(None, np.zeros((0, VOCAB), np.float32), None, None, False)
-        token = next_token(slot.history, chunk.sampling)
+        token = allowed(next_token(slot.history, chunk.sampling), chunk.logits_mask)
         slot.counted.append(token)
         slot.drafts = self._draft([*slot.history, token], chunk.sampling, chunk.n_drafts)
         logprobs = None
@@ -212,7 +221,8 @@ class HistoryProgram:
                     status[row] = RowStatus.NOT_FINITE
                     break
                 self._check_pages(round_.pages[row], text)
-                draws.append(next_token(text, round_.sampling[row]))
+                mask = None if round_.logits_mask is None else round_.logits_mask[row, i]
+                draws.append(allowed(next_token(text, round_.sampling[row]), mask))
                 right = i + 1 < len(known) and known[i + 1] == draws[-1]
                 accepted[row] += right
                 if draws[-1] in round_.stop_ids[row]:
