@@ -79,6 +79,10 @@ class Retained:
     def use(self, kept: Kept) -> None:
         """It was of use now."""
         kept.level = self._level
+        if kept.snapshot is not None:  # The first of equals goes first.
+            place = self._by_place[kept.snapshot.place]
+            del place[kept]
+            place[kept] = None
 
     def leave(self, kept: Kept) -> None:
         """Its conversation has gone on: nothing but its cost speaks for it."""

@@ -248,3 +248,50 @@ def test_ends_make_room_for_pages_before_what_others_begin_with() -> None:
     on.serve(system(1, 440))
     assert lengths(on) == {128, 440}
     assert ask(on, 0, 7, n_tokens=128).n_tokens == 128
+
+
+def test_what_others_begin_with_stays_even_where_it_would_free_a_page_for_less() -> None:
+    on = lanes(n_pages=12, device=8, context=768)
+    ask(on, 0, 0, n_tokens=130, n_answer=0)
+    on.serve([*system(0, 130), *range(250)], at=(130,))
+    assert lengths(on) == {130, 380}
+    on.serve(system(1, 440))
+    assert lengths(on) == {130, 440}
+
+
+def test_text_whose_pages_a_running_sequence_holds_is_not_given_up_for_pages() -> None:
+    on = lanes(n_pages=12, device=8, context=768)
+    on.serve(system(0, 300))
+    running = on.begin(1, Anchors(at=(150,)), system(1, 200), 0)
+    assert running is not None
+    while on.prefill(running):
+        pass
+    assert on.begin(0, Anchors(), system(2, 448), 0) is not None
+    assert lengths(on) == {150}
+
+
+def test_text_that_is_used_stays_whatever_else_comes() -> None:
+    on = lanes(n_pages=128, device=4)
+    ask(on, 100, 0, n_tokens=100, n_answer=0)
+    for i in range(40):
+        on.serve(system(i, 90))
+        on.serve(system(50 + i, 90))
+        assert ask(on, 100, 1 + i, n_tokens=100, n_answer=0).n_tokens == 100
+
+
+@pytest.mark.parametrize("device, host", [(3, 0), (0, 3)])
+def test_among_equals_the_least_recently_used_goes_first(device: int, host: int) -> None:
+    on = lanes(device=device, host=host)
+    for i in (0, 1, 2, 0, 3):
+        ask(on, i, 0, n_answer=0)
+    assert ask(on, 0, 1, n_answer=0).n_tokens == SYSTEM_TOKENS
+    assert ask(on, 2, 1, n_answer=0).n_tokens == SYSTEM_TOKENS
+    assert ask(on, 1, 1, n_answer=0) == Reuse(0, SYSTEM_TOKENS, MissReason.EVICTED)
+
+
+@pytest.mark.parametrize("n_tokens", [64, 65, 100, 128])
+def test_last_token_of_a_prompt_is_computed_even_where_its_own_state_is_kept(n_tokens: int) -> None:
+    on, prompt = lanes(), list(range(n_tokens))
+    on.serve(prompt, at=(32, n_tokens))
+    assert on.serve(prompt, at=(32, n_tokens)).n_tokens == 32
+    assert on.serve([*prompt, 1]) == Reuse(n_tokens, n_tokens, MissReason.NONE)
