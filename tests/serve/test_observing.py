@@ -18,12 +18,14 @@ from ninfer_format.errors import StorageError, UsageError
 from ninfer_runtime.serve.metrics import HISTOGRAMS, Histogram
 from ninfer_runtime.serve.request_log import SCHEMA, RequestLog, check_path
 from ninfer_runtime.serve.settings import ServeSettings
+from ninfer_runtime.text.messages import parse_conversation
 from tests.runtime.conftest import ArtifactOf
 from tests.serve.live import MODEL, LiveServer
 from tests.serve.programmed import programmed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+WORDS = ("river", "cloud", "stone", "garden", "window", "yellow", "silver", "monkey", "bridge", "candle", "forest")
 VLLM = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens", "generation_tokens",
     "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -150,6 +152,26 @@ def test_a_request_leaves_its_lines(observed: LiveServer) -> None:
     assert done["timings_seconds"]["ttft"] <= done["timings_seconds"]["total"]
     assert "prompts" not in start
     assert "content" not in result
+
+
+def test_f9_answer_and_log_say_what_was_cached_and_where_the_prompt_differs(observed: LiveServer) -> None:
+    asked = [{"role": "user", "content": "Spell these words one after the other: " + ", ".join(WORDS)}]
+    again = [*asked, {"role": "assistant", "content": "r-i-v-e-r"}, {"role": "user", "content": "And the next one?"}]
+    other = [{"role": "user", "content": str(asked[0]["content"]).replace("stone", "planet")}]
+    found = []
+    for messages in (asked, again, other):
+        answer = observed.chat(messages=messages, max_tokens=2, cache_salt="f9")
+        observed.wait_until_idle()
+        (done,) = [e for e in events(observed, "request_done") if e["request_id"] == answer.headers["x-request-id"]]
+        details, (logged,) = answer.json["usage"]["prompt_tokens_details"], done["results"]
+        found.append((details["cached_tokens"], details["miss_reason"], details["first_difference"]))
+        names = ("prefix_cache_hit_tokens", "prefix_miss_reason", "prefix_first_difference")
+        assert tuple(logged[name] for name in names) == found[-1]
+    ids = [observed.service.frontend.prompt(parse_conversation(messages)).token_ids for messages in (asked, other)]
+    at = next(i for i, (first, second) in enumerate(zip(*ids, strict=False)) if first != second)
+    assert found[0] == (0, "empty", None)
+    assert found[1][0] > 32
+    assert found[2] == (0, "differs", at)
 
 
 def test_refusals_and_throughput_leave_lines_too(observed: LiveServer) -> None:
