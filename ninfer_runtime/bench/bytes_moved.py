@@ -15,9 +15,14 @@ from ninfer_format.roles import role_of
 
 FLOAT32_BYTES = 4
 KV_GROUP = 64
-"""Keys or values that share one binary16 scale in the INT8 format."""
+"""Keys or values that share one binary16 scale in the INT8 and FP6 formats."""
 
-_KV_BYTES_PER_VALUE: Mapping[str, float] = {"float32": 4, "bf16": 2, "int8": 1 + 2 / KV_GROUP}
+_KV_BYTES_PER_VALUE: Mapping[str, float] = {
+    "float32": 4,
+    "bf16": 2,
+    "int8": 1 + 2 / KV_GROUP,
+    "fp6": 0.75 + 2 / KV_GROUP,
+}
 _ROUTED = ("routed_gate_up", "routed_down")
 HEAD = "text/output_head"
 
@@ -119,6 +124,24 @@ def round_bytes(
         states=2 * n_rows * state_bytes(text),
         keys_values=round(sum(contexts) * kv_bytes_per_token(text, kv_dtype)),
     )
+
+
+def draft_bytes(objects: Iterable[Entry]) -> int:
+    """What one draft reads of weights: the matrices of the draft layer, and the head over all ids."""
+    return sum(
+        entry.n_bytes
+        for entry in objects
+        if isinstance(entry, TensorEntry) and len(entry.shape) == 2 and entry.name.startswith(("mtp/", HEAD))
+    )
+
+
+def recurrence_bytes(text: TextGeometry, n_folded: int, n_recorded: int) -> int:
+    """One row's recurrent layers in a round: the matrices read and written, what drove the columns that are folded
+    read, what drives the columns of the round written: projections of the convolution, keys, corrections, decays."""
+    n_layers = text.layer_kinds.count("gdn")
+    key, value = text.gdn_key_heads * text.gdn_key_dim, text.gdn_value_heads * text.gdn_value_dim
+    column = 2 * (2 * key + value) + FLOAT32_BYTES * (key + value + text.gdn_value_heads)
+    return 2 * state_bytes(text) + n_layers * (n_folded + n_recorded) * column
 
 
 def matrix_flops(objects: Iterable[Entry], text: TextGeometry, *, head: bool) -> int:

@@ -18,6 +18,7 @@ CHECKED_ROUNDS = 16
 WARM_UP_ROUNDS = 8
 COLUMN_SHAPES = ((1, 4), (2, 4), (4, 4), (8, 4))
 """Rows × columns of the rounds of 4, 8, 16 and 32 columns."""
+ROW_COUNTS = (1, 2, 4, 8)
 
 Span = tuple[float, float]
 
@@ -227,6 +228,27 @@ def columns(run: Running, context: int, rounds: int, seed: int) -> list[Result]:
             )
         )
     return results
+
+
+def aggregate(run: Running, context: int, rounds: int, seed: int, seconds: dict[int, float]) -> list[Result]:
+    """``decode/…`` at 1, 2, 4 and 8 rows, and ``rows/…``: tokens per second over those of one row.
+
+    ``seconds`` gets the mean time of a round by rows.
+    """
+    out: list[Result] = []
+    single = 0.0
+    for n_rows in ROW_COUNTS:
+        if n_rows > run.plan.limits.max_rows:
+            continue
+        found = decode(run, Shape(context, n_rows, rounds=rounds), seed)
+        single = single or found[0].value
+        seconds[n_rows] = float(found[0].details["seconds"])
+        out += found
+        if n_rows > 1:
+            name = f"rows/{run.identity}/c{n_rows}"
+            value, check, problem = found[0].value / single, found[0].check, found[0].problem
+            out.append(Result(name, value, "x of one row", check=check, problem=problem, details=found[0].details))
+    return out
 
 
 def finite_logits(run: Running, context: int, seed: int) -> str:

@@ -21,7 +21,7 @@ from ninfer_runtime.backends.base import (
     ProgramLimits,
     ProgramOptions,
 )
-from ninfer_runtime.config import PAGE_TOKENS, Dtype, KvDtype, SamplingParams
+from ninfer_runtime.config import PAGE_TOKENS, Dtype, KvDtype, Proposer, SamplingParams
 from ninfer_runtime.models.binder import BoundModel, bind
 
 GREEDY = SamplingParams.greedy()
@@ -40,6 +40,8 @@ class BenchOptions:
     kv_dtype: KvDtype = "int8"
     prefill_chunk: int = 1024
     seed: int = 0
+    max_drafts: int = 0
+    """Of the draft layer, if there is one to measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,14 @@ def program_limits(options: BenchOptions, room: Room) -> ProgramLimits:
         n_slots=room.rows,
         prefill_chunk=min(options.prefill_chunk, room.context),
         logits_rows=1,
+        max_drafts=options.max_drafts,
     )
+
+
+def has_draft_layer(path: Path) -> bool:
+    """Whether the artifact has one."""
+    with Artifact.open(path) as artifact:
+        return bind(artifact).mtp is not None
 
 
 @contextmanager
@@ -163,7 +172,8 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
         longest = model.spec.max_position
         if longest is not None and room.context > longest:
             raise UsageError(f"the benchmark needs {room.context} tokens, the model was made for {longest}; use less")
-        wanted = ProgramOptions(options.device, options.dtype, options.kv_dtype)
+        proposer: Proposer = "mtp" if options.max_drafts else "none"
+        wanted = ProgramOptions(options.device, options.dtype, options.kv_dtype, proposer=proposer)
         plan = maker.plan_memory(model, program_limits(options, room), wanted)
         missing = plan.device_bytes - maker.free_memory(wanted)
         if missing > 0:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ninfer_format.errors import NinferError
-from ninfer_runtime.bench.decode import COLUMN_SHAPES, Shape, columns, decode, finite_logits
+from ninfer_runtime.bench.decode import COLUMN_SHAPES, ROW_COUNTS, Shape, aggregate, columns, decode, finite_logits
+from ninfer_runtime.bench.drafts import N_DRAFTS, ROWS, ForcesAcceptance, drafts, recurrence
 from ninfer_runtime.bench.limits import device_limits, host_limits
 from ninfer_runtime.bench.load import load
 from ninfer_runtime.bench.ops import ops
 from ninfer_runtime.bench.prefill import LateChunk, Prompt, attention, prefill
 from ninfer_runtime.bench.report import Limits, Record, Result, current_commit, plot_roofline, render
-from ninfer_runtime.bench.running import BenchOptions, Room, Running, running
+from ninfer_runtime.bench.running import BenchOptions, Room, Running, has_draft_layer, running
 from ninfer_runtime.commands.report import say
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ ROUNDS = 64
 
 Part = Callable[[Running], Iterable[Result]]
 """One benchmark; an error in it does not keep the others from running."""
+Drafting = tuple[BenchOptions, Room, Sequence[Part]]
+"""A program that drafts, made when the first has gone, and what is measured on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,15 @@ def bench_ops(options: BenchOptions, context: int, rounds: int, output: Output) 
     return _report(options, _widest(context, rounds).room, parts, output)
 
 
+def bench_drafts(options: BenchOptions, context: int, rounds: int, output: Output) -> int:
+    """``decode/…`` and ``rows/…`` at 1 to 8 rows, ``state/…``, and on a program that drafts ``drafts/…``."""
+    seconds: dict[int, float] = {}
+    room = Shape(context, max(ROW_COUNTS), 1 + N_DRAFTS, rounds).room
+    parts = [_aggregate(context, rounds, options.seed, seconds), recurrence]
+    drafting = _drafting(options, context, rounds, seconds)
+    return _report(options, room, parts, output, drafting=drafting)
+
+
 def bench_load(options: BenchOptions, output: Output) -> int:
     """``load/…``; the exit code."""
     return _report(options, Room(), [], output, and_load=True)
@@ -69,21 +81,35 @@ def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, outpu
     first, *others = (Shape(context, rounds=rounds) for context in sorted(contexts))
     wide, prompt = _widest(first.context, rounds), Prompt(first.context)
     late = [LATE_CHUNK] if max(contexts) >= LATE_CHUNK.start + LATE_CHUNK.n_tokens else []
-    shapes = (first, *others, wide)
+    shapes = (first, *others, wide, Shape(first.context, max(ROW_COUNTS), rounds=rounds))
     room = _room([*(shape.room for shape in shapes), prompt.room, *(chunk.room for chunk in late)])
+    seconds: dict[int, float] = {}
     parts = [
-        _decode(first, options.seed),
+        _aggregate(first.context, rounds, options.seed, seconds),
         _columns(first.context, rounds, options.seed),
         ops,
         _prefill(prompt, options.seed),
         *(_late(chunk, options.seed) for chunk in late),
         *(_decode(shape, options.seed) for shape in others),
+        recurrence,
     ]
-    return _report(options, room, parts, output, and_load=True)
+    drafting = _drafting(options, first.context, rounds, seconds)
+    return _report(options, room, parts, output, and_load=True, drafting=drafting)
 
 
 def _decode(shape: Shape, seed: int) -> Part:
     return lambda run: decode(run, shape, seed)
+
+
+def _aggregate(context: int, rounds: int, seed: int, seconds: dict[int, float]) -> Part:
+    return lambda run: aggregate(run, context, rounds, seed, seconds)
+
+
+def _drafting(options: BenchOptions, context: int, rounds: int, seconds: dict[int, float]) -> Drafting:
+    """A program that drafts, its room, and its rounds; ``seconds`` of plain ones are there by then."""
+    room = Shape(context, max(ROWS), 1 + N_DRAFTS, rounds).room
+    parts: list[Part] = [lambda run: drafts(run, context, rounds, options.seed, seconds)]
+    return replace(options, max_drafts=N_DRAFTS), room, parts
 
 
 def _columns(context: int, rounds: int, seed: int) -> Part:
@@ -145,9 +171,16 @@ class _Recorder:
 
 
 def _measured(
-    options: BenchOptions, room: Room, parts: Sequence[Part], folder: Path | None, *, and_load: bool
+    options: BenchOptions,
+    room: Room,
+    parts: Sequence[Part],
+    folder: Path | None,
+    *,
+    and_load: bool,
+    drafting: Drafting | None,
 ) -> Record:
-    """Create the program, measure the roofs on the same device, then the parts; loading after the program has gone."""
+    """Create the program, measure the roofs on the same device, then the parts; afterwards, without it, the parts of a
+    program that drafts, and loading."""
     with running(options, room) as run:
         say(f"started {run.identity} in {run.create_seconds:.1f} s")
         device: Device | None = getattr(run.program, "device", None)
@@ -157,6 +190,11 @@ def _measured(
         recorder.add(lambda: _check(run, min(256, room.context // 2), options.seed))
         for part in parts:
             recorder.add(partial(part, run))
+        forces = isinstance(run.program, ForcesAcceptance)
+    if drafting is not None and forces and has_draft_layer(options.path):
+        with running(drafting[0], drafting[1]) as run:
+            for part in drafting[2]:
+                recorder.add(partial(part, run))
     if and_load:
         recorder.add(lambda: load(options))
     return recorder.record
@@ -168,9 +206,17 @@ def _check(run: Running, context: int, seed: int) -> list[Result]:
     return [Result(f"check/{run.identity}/logits", float(not wrong), "good", check="finite logits", problem=wrong)]
 
 
-def _report(options: BenchOptions, room: Room, parts: Sequence[Part], output: Output, *, and_load: bool = False) -> int:
+def _report(
+    options: BenchOptions,
+    room: Room,
+    parts: Sequence[Part],
+    output: Output,
+    *,
+    and_load: bool = False,
+    drafting: Drafting | None = None,
+) -> int:
     """Measure, print and draw; 1 when an output check failed."""
-    record = _measured(options, room, parts, output.folder, and_load=and_load)
+    record = _measured(options, room, parts, output.folder, and_load=and_load, drafting=drafting)
     if output.plot is not None:
         plot_roofline(record, output.plot)
     if output.as_json:

@@ -174,6 +174,25 @@ def ops(
     return bench_ops(options, context, rounds, _output(as_json, None))
 
 
+@bench.command()
+def drafts(
+    file: File,
+    context: Annotated[int, typer.Option("--context", parser=positive, metavar="N", help="Of every row.")] = 7680,
+    rounds: Rounds = 64,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> int:
+    """Time rounds of 1 to 8 rows, the recurrent layers alone, and rounds that draft, at a forced acceptance."""
+    from ninfer_runtime.bench.suite import bench_drafts
+
+    options = _options(file, backend, device, dtype, kv_dtype, 1024, seed)
+    return bench_drafts(options, context, rounds, _output(as_json, None))
+
+
 @bench.command(name="all")
 def everything(
     file: File,

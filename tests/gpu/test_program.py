@@ -115,7 +115,7 @@ def greedy(program: Program, prompts: list[Int32s], n_new: int, sampling: Sampli
     return np.stack(tokens, axis=1)
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bf16", 1e-3), ("int8", 3e-3)])
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("bf16", 1e-3), ("int8", 3e-3), ("fp6", 3e-3)])
 def test_logits_and_greedy_tokens_are_those_of_the_float32_reference(
     dense: BoundModel, prompts: list[Int32s], reference: Program, kv_dtype: KvDtype, bound: float
 ) -> None:

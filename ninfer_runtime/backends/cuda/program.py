@@ -32,7 +32,7 @@ from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round
 from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.book import Launched, RoundBook, evaluated_columns
-from ninfer_runtime.backends.cuda.device import Array, Device, Event
+from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
 from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
 from ninfer_runtime.backends.cuda.graphs import GraphBook
@@ -44,7 +44,7 @@ from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnFold, fold_entries
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.round_begin import Counts, RoundBegin
-from ninfer_runtime.backends.cuda.ops.round_state import RoundBuffers
+from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE, RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
@@ -210,7 +210,7 @@ class CudaProgram:
         if chunk.logits_mask is not None:
             self._check_masks(chunk.logits_mask)
         self._flush(slot)
-        positions = _positions(chunk)
+        positions = prompt_pass.positions_of(chunk)
         self._send_prompt(chunk, positions)
         self._prompt_pass.queue(self.stream, slot, chunk.start, n_tokens, has_own_rows=chunk.embeddings is not None)
         lane.length += n_tokens
@@ -331,7 +331,16 @@ class CudaProgram:
         """Make the slot ``n_tokens`` long without a prompt; its state stays, its pages hold what they hold."""
         self._check_slot(slot)
         self._flush(slot)
-        self._book.lanes[slot].length = n_tokens
+        lane = self._book.lanes[slot]
+        lane.length, lane.position = n_tokens, (n_tokens - 1,) * 3
+
+    def bench_recurrence(self, n_rows: int, n_columns: int) -> list[Callable[[Stream], None]]:
+        """One launch per recurrent layer: rows fold ``n_columns`` - 1 recorded columns and record ``n_columns``."""
+        rows = np.zeros(n_rows, ROW_STATE)
+        rows["slot"], rows["n_columns"] = np.arange(n_rows), n_columns
+        rows["fold_columns"], rows["record_buffer"] = n_columns - 1, 1
+        self.device.upload(self._regions.round_memory.rows, rows)
+        return self._round_pass.recurrences(n_rows, n_columns)
 
     def bench_accept(self, probability: float) -> None:
         """From the next round on take every draft with this probability, whatever was drawn; 0: as it was drawn."""
@@ -483,14 +492,6 @@ class CudaProgram:
     def _finish(self, round_: Round, index: int, extra: Callable[[RoundResult], RoundResult]) -> RoundResult:
         self._events[index].synchronize()
         return extra(self._buffers[index].unpack(round_))
-
-
-def _positions(chunk: PrefillChunk) -> Int32s:
-    """int32 [3, T] rotary positions of a chunk's tokens."""
-    if chunk.positions is not None:
-        return chunk.positions
-    index = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int32)
-    return np.tile(index, (3, 1))
 
 
 def _only(values: Float32s | None, keep: NDArray[np.bool_]) -> Float32s | None:

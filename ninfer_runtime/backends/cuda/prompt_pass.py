@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ninfer_format.geometry import up
+from ninfer_runtime.backends.base import Int32s, PrefillChunk
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
@@ -36,6 +39,14 @@ def ordinals(weights: DeviceWeights) -> tuple[int, ...]:
     """For each layer how many of its kind come before it: its place among recurrent states, or among KV planes."""
     kinds = [type(layer.mixer) for layer in weights.layers]
     return tuple(kinds[:i].count(kind) for i, kind in enumerate(kinds))
+
+
+def positions_of(chunk: PrefillChunk) -> Int32s:
+    """int32 [3, T] rotary positions of a chunk's tokens."""
+    if chunk.positions is not None:
+        return chunk.positions
+    index = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int32)
+    return np.tile(index, (3, 1))
 
 
 class PromptPass:

@@ -6,7 +6,7 @@ next matrix divides its sums by the rms.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ninfer_format.errors import UnsupportedError
@@ -108,18 +108,7 @@ class RoundPass:
             outputs = input_outputs(layer.mixer.inputs, a.inputs, t)
             small.inputs.launch(stream, t, a.normed, self._rms(n_parts), outputs)
             if isinstance(layer.mixer, GdnTensors):
-                self._gdn.launch(
-                    stream,
-                    n_rows=n_rows,
-                    n_columns=n_columns,
-                    rows=r.round_memory.rows,
-                    inputs=gdn_inputs(layer.mixer.inputs, a.inputs, t),
-                    weights=gdn_weights(layer.mixer),
-                    state=self._states.layer(n_gdn, r.states, r.records),
-                    out=a.mixed,
-                    out_stride=activation_stride(layer.mixer.output.k),
-                    pdl=self.early.mixer,
-                )
+                self._recur(stream, layer.mixer, n_gdn, n_rows, n_columns)
                 n_gdn += 1
             else:
                 self._attend(stream, layer.mixer, n_attention, n_rows, n_columns)
@@ -138,6 +127,30 @@ class RoundPass:
         self._sampler.launch(stream, n_rows, n_columns, a.logits)
         if self._drafts is not None:
             self._drafts.read(stream, n_rows, n_columns)
+
+    def recurrences(self, n_rows: int, n_columns: int) -> list[Callable[[Stream], None]]:
+        """The launches of all recurrent layers alone, for measurements: inputs are whatever lies there."""
+        mixers = [layer.mixer for layer in self._regions.weights.layers if isinstance(layer.mixer, GdnTensors)]
+
+        def launch(tensors: GdnTensors, index: int) -> Callable[[Stream], None]:
+            return lambda stream: self._recur(stream, tensors, index, n_rows, n_columns)
+
+        return [launch(tensors, index) for index, tensors in enumerate(mixers)]
+
+    def _recur(self, stream: Stream, tensors: GdnTensors, layer: int, n_rows: int, n_columns: int) -> None:
+        r, a = self._regions, self._regions.activations
+        self._gdn.launch(
+            stream,
+            n_rows=n_rows,
+            n_columns=n_columns,
+            rows=r.round_memory.rows,
+            inputs=gdn_inputs(tensors.inputs, a.inputs, n_rows * n_columns),
+            weights=gdn_weights(tensors),
+            state=self._states.layer(layer, r.states, r.records),
+            out=a.mixed,
+            out_stride=activation_stride(tensors.output.k),
+            pdl=self.early.mixer,
+        )
 
     def _rms(self, n_parts: int) -> RmsScale:
         return RmsScale(self._regions.activations.ss, n_parts, self._spec.text.hidden, self._spec.norm_eps)

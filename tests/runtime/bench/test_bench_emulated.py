@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ninfer_runtime.backends.base import Backend
 from ninfer_runtime.backends.cuda.backend import CudaBackend
-from ninfer_runtime.bench import decode, load, prefill, running
+from ninfer_runtime.bench import decode, drafts, load, prefill, running
 from ninfer_runtime.bench.decode import Shape
 from ninfer_runtime.bench.running import BenchOptions, Room
 from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
@@ -56,3 +57,21 @@ def test_loading_counts_the_bytes_that_the_program_moved(options: BenchOptions) 
         assert weights.details["bytes"] < run.artifact.file_bytes
     assert weights.limit == "load_gbps"
     assert weights.problem == start.problem == ""
+
+
+def test_rounds_that_draft_pass_their_checks(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "ROWS", (1,))
+    monkeypatch.setattr(drafts, "WARM_UP_ROUNDS", 2)
+    options = replace(options, kv_dtype="bf16", max_drafts=drafts.N_DRAFTS)
+    with running.running(options, Shape(70, 1, 1 + drafts.N_DRAFTS, 4).room) as run:
+        (state,) = drafts.recurrence(run)
+        assert (state.id, state.details["layers"]) == ("state/tiny/groupwise-int/c1", 3)
+        timed, cost = drafts.drafts(run, 70, 4, 0, {1: 1.0})
+        assert (timed.id, timed.problem) == ("drafts/tiny/groupwise-int/c1/k3/ctx70", "")
+        assert cost.id == "drafts/tiny/groupwise-int/c1/k3/round"
+        assert 1 < float(timed.details["tokens_per_round"]) <= 4
+
+
+def test_acceptance_of_each_draft_adds_up() -> None:
+    p = drafts.acceptance_per_draft(0.68, 3)
+    assert abs(p + p**2 + p**3 - 3 * 0.68) < 1e-9

@@ -61,6 +61,7 @@ def test_recurrent_state_is_read_and_written_once(text: TextGeometry, megabytes:
     [
         (DENSE_TEXT, "bf16", 65_536),
         (DENSE_TEXT, "int8", 33_792),
+        (DENSE_TEXT, "fp6", 25_600),
         (MOE_TEXT, "bf16", 20_480),
         (MOE_TEXT, "int8", 10_560),
     ],
@@ -70,8 +71,19 @@ def test_keys_and_values_of_one_token(text: TextGeometry, kv_dtype: str, n_bytes
 
 
 def test_unknown_kv_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="fp6"):
-        bytes_moved.kv_bytes_per_token(DENSE_TEXT, "fp6")
+    with pytest.raises(UsageError, match="fp4"):
+        bytes_moved.kv_bytes_per_token(DENSE_TEXT, "fp4")
+
+
+def test_drafts_read_the_layer_and_the_head_of_the_published_model() -> None:
+    head = next(entry for entry in DENSE_OBJECTS if entry.name == bytes_moved.HEAD)
+    # 451 MB in W8 for the dense 27B; its norms are no matrices.
+    assert bytes_moved.draft_bytes(DENSE_OBJECTS) - head.n_bytes == pytest.approx(451e6, rel=2e-3)
+
+
+def test_recurrence_moves_its_matrices_and_a_little_of_what_drives_them() -> None:
+    matrices = 2 * bytes_moved.state_bytes(DENSE_TEXT)
+    assert matrices < bytes_moved.recurrence_bytes(DENSE_TEXT, 3, 4) < 1.07 * matrices
 
 
 @pytest.mark.parametrize(("context", "rate"), [(7_680, 112.4), (64_512, 100.3), (130_048, 89.3), (260_096, 73.2)])
