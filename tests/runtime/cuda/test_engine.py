@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,19 @@ def test_stopped_generation_leaves_the_engine_as_it_was(engine: Engine, path: Pa
         assert generation.finish.reason is FinishReason.STOP_STRING
         assert taken == whole[:3]
         assert tokens_of(engine, request) == whole
+
+
+def test_drafts_change_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "backend", lambda name: CudaBackend(EmulatedDevice(n_sms=4)))
+    config = EngineConfig(backend="cuda", device="cuda", dtype="bfloat16", max_context=256, prefill_chunk=128)
+    wanted = requests(path, SamplingParams.greedy(), max_new=24)[:2]
+    with Engine.open(path, config) as plain:
+        expected = [tokens_of(plain, request) for request in wanted]
+    with Engine.open(path, replace(config, spec="mtp", draft_tokens=3, max_concurrency=2)) as drafting:
+        handles = [drafting.generate(request) for request in wanted]
+        assert [[event.token_id for event in handle] for handle in handles] == expected
+        stats = drafting.stats()
+    assert stats.accepted > 0.6 * stats.drafted > 0
 
 
 def test_start_says_which_card_and_which_paths(engine: Engine) -> None:
