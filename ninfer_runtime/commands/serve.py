@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ninfer_format.command import require_extra
-from ninfer_format.errors import UsageError
+from ninfer_format.errors import RequestError, UsageError
 from ninfer_runtime.commands.options import SERVED_CONTEXT, EngineOptions, SamplingOptions
 from ninfer_runtime.commands.report import say_rows, start_rows
 from ninfer_runtime.commands.sampling_defaults import resolve_sampling
@@ -17,6 +18,7 @@ from ninfer_runtime.serve.auth import check_bind
 from ninfer_runtime.serve.request_log import check_path
 from ninfer_runtime.serve.settings import Facts, ServeSettings
 from ninfer_runtime.text.frontend import Frontend
+from ninfer_runtime.text.grammar import Choice, grammar_for
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.engine import Engine
@@ -94,6 +96,8 @@ def served_context(session: Session) -> int:
 def warm_up(engine: "Engine", frontend: Frontend) -> None:
     """A short answer that nobody sees: what is found out or loaded on first use is so now."""
     _ = frontend.template.capabilities
+    with suppress(RequestError):  # a vocabulary in which no form can be prescribed
+        grammar_for(Choice(("a",)), frontend.tokenizer, frontend.generation.stop_ids, starts_inside=True)
     request = Request((0, 0), SamplingParams.greedy(), WARM_UP_TOKENS, reuse=False)
     for _ in engine.generate(request):
         pass
