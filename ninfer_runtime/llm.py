@@ -187,13 +187,13 @@ class LLM:
         options: ChatOptions,
     ) -> list[GrowingAnswer]:
         choice = tool_choice_of(options.tool_choice, options.tools)
-        tools = [] if choice.mode == "none" else [dict(tool) for tool in options.tools]
+        tools = [] if choice.mode == "none" else _plain(options.tools)
         one_call = not options.parallel_tool_calls
         listed = _turns(messages)
         limit = self.engine.plan.limits.max_context
         answers = []
         for i, (turns, own) in enumerate(zip(listed, each_of(params, len(listed)), strict=True)):
-            conversation = parse_conversation([dict(turn) for turn in turns], tools)
+            conversation = parse_conversation(_plain(turns), tools)
             prompt = self.frontend.prompt(
                 conversation,
                 thinking=options.thinking,
@@ -299,6 +299,11 @@ def _prompt(prompt: Any, i: int) -> TextOrIds:
     if not token_ids:
         raise RequestError(f"prompt {i} is empty, expected a text or token ids")
     return token_ids
+
+
+def _plain(members: Sequence[Any]) -> list[Any]:
+    """Mappings as dicts; what is none stays, to be refused with its place."""
+    return [dict(member) if isinstance(member, Mapping) else member for member in members]
 
 
 def _turns(messages: Messages | Sequence[Messages]) -> list[Sequence[Mapping[str, Any]]]:

@@ -132,13 +132,14 @@ def each_of(params: Params | Sequence[Params] | None, n_prompts: int) -> list[Pa
     return list(params)
 
 
-def tool_choice_of(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+def tool_choice_of(choice: str | Mapping[str, Any], tools: Sequence[Any]) -> ToolChoice:
     """``none``, ``auto``, ``required``, or one function as OpenAI names it; MemberError for anything else."""
     match choice:
         case "none" | "auto" | "required":
             return ToolChoice(choice)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            if name not in [tool.get("function", tool).get("name") for tool in tools]:
+            functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+            if name not in [function.get("name") for function in functions if isinstance(function, Mapping)]:
                 raise MemberError("tool_choice", f"names {name!r}, which is not among the tools")
             return ToolChoice("named", name)
     raise MemberError(

@@ -413,6 +413,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(llm: LLM) -> None:
         (SUM, GenerationParams(response_format=Regex("a"), ignore_eos=True), {}, "needs a stop id"),
         (SUM, GenerationParams(min_tokens=9, max_tokens=8), {}, "least length is 9"),
         (SUM, GREEDY, {"tool_choice": "required"}, "there are no tools"),
+        ([["Hi"]], GREEDY, {}, r"messages\[0\] is a string"),
+        (SUM, GREEDY, {"tools": ["now"]}, r"tools\[0\] is a string"),
         (SUM, GREEDY, {"tool_choice": "sometimes"}, "tool_choice is 'sometimes'"),
         (SUM, GREEDY, {"tools": [NOW], "tool_choice": {"type": "function", "name": "then"}}, "'then'"),
         (SUM, GenerationParams(response_format=Regex("a")), {"tools": [NOW], "tool_choice": "required"}, "excludes"),
