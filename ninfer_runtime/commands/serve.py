@@ -14,7 +14,7 @@ from ninfer_runtime.commands.sampling_defaults import resolve_sampling
 from ninfer_runtime.commands.session import Session, open_session
 from ninfer_runtime.config import EngineConfig, SamplingParams
 from ninfer_runtime.engine.sequence import Request
-from ninfer_runtime.serve.auth import check_bind
+from ninfer_runtime.serve.auth import check_bind, is_loopback
 from ninfer_runtime.serve.request_log import check_path
 from ninfer_runtime.serve.settings import Facts, ServeSettings
 from ninfer_runtime.text.frontend import Frontend
@@ -68,6 +68,8 @@ def serve(
     from ninfer_runtime.serve.service import Service
 
     set_up_logging(settings.log_level)
+    if not settings.api_keys and not is_loopback(settings.host):
+        LOG.warning("--insecure: whoever reaches %s may use this server", settings.host)
     with open_session(engine_options) as session:
         frontend = Frontend.open(session.artifact, settings.chat_template)
         if not settings.thinking and not frontend.template.capabilities.thinking_switch:

@@ -176,6 +176,14 @@ def test_what_cannot_be_is_said_in_one_line(
         assert word in found.err, found.err
 
 
+def test_an_open_server_says_so(ninfer: Ninfer, artifact: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        found = ninfer("serve", artifact, "--host", "0.0.0.0", "--insecure", "--port", port, "--max-context", "512")
+    assert found.code == 2
+    assert "whoever reaches 0.0.0.0 may use this server" in found.err
+
+
 def test_an_address_that_is_taken_is_said(ninfer: Ninfer, artifact: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
