@@ -171,7 +171,8 @@ class Rounds:
             budget=_ints(lane.budget for lane in lanes),
             logits_mask=None if masks is None else np.ascontiguousarray(masks.words[:, :q]),
             n_top_logprobs=max(asked) if asked else None,
-            own_drafts=q > 1,
+            # Drafts that a row does not evaluate take part in its draw, or what is cut would bend the distribution.
+            own_drafts=self._max_drafts > 0,
             n_drafts=wanted,
         )
 
