@@ -259,6 +259,19 @@ def test_any_chunks_and_any_kept_prefix_give_the_cold_answer(engine_of: OpenEngi
     assert warm.stats().reused_tokens > 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp6"])
+def test_quantized_keys_and_values_are_read_alike_with_drafts_and_kept_prefixes(
+    engine_of: OpenEngine, kv_dtype: str, fresh_seed: int
+) -> None:
+    plain = engine_of(kv_dtype=kv_dtype)
+    requests = [replace(request, max_new=12) for request in mixed(plain, fresh_seed, 4)]
+    cold = answers(plain, requests)
+    warm, rng = engine_of(3, kv_dtype=kv_dtype, prefix_reuse=True, snapshots=20), np.random.default_rng(fresh_seed)
+    for _ in range(2):
+        cut = [replace(r, anchors=anchors(rng, r)) if len(r.token_ids) > 3 else r for r in requests]
+        assert answers(warm, cut) == cold
+
+
 def anchors(rng: np.random.Generator, request: Request) -> Anchors:
     return Anchors(at=tuple(sorted({int(at) for at in rng.integers(1, len(request.token_ids), 3)})))
 

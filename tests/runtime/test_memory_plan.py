@@ -30,7 +30,7 @@ from ninfer_runtime.engine.memory_plan import (
     survey,
 )
 from tests.runtime.conftest import ArtifactOf
-from tests.runtime.run_command import Ninfer, in_this_process
+from tests.runtime.run_command import ROOT, Ninfer, in_this_process
 
 DENSE = "qwen3.6-27b/groupwise-int"
 SPARSE = "qwen3.6-35b-a3b/groupwise-int"
@@ -200,6 +200,9 @@ def test_plan_shows_every_part_for_every_card(ninfer: Ninfer, artifact_of: Artif
     for label in ("RTX 5090", "RTX 5060 Ti", "H200", "weights", "KV pages", "recurrent state", "workspace", "graphs"):
         assert label in run.out
     document = ninfer("plan", path, "--json").document
+    documented = (ROOT / "specs" / "cli.md").read_text(encoding="utf-8")
+    for member in (*document, *document["cards"][0]):
+        assert f"`{member}`" in documented or member == "schema", member
     assert document["schema"] == "ninfer.plan/1"
     for card in document["cards"]:
         parts = ("driver", "weight", "kv", "state", "workspace", "snapshot", "graph", "free")
