@@ -20,7 +20,6 @@ from ninfer_runtime.media.remote import fetch_remote
 MAX_URL_CHARS = 8192
 """Of URLs that are no data: URL."""
 MAX_SHOWN_CHARS = 80
-READ_BYTES = 1 << 20
 
 _DATA = re.compile(r"\s*data:([^,]{0,400}),", re.IGNORECASE)
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")

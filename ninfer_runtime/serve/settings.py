@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ninfer_format.errors import UsageError
 from ninfer_runtime.config import SamplingParams
@@ -113,7 +113,6 @@ class Facts:
     prefix_reuse: bool = False
     device_bytes: int = 0
     memory_rows: tuple[tuple[str, int, str], ...] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def max_output(self) -> int:

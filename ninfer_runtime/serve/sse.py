@@ -1,10 +1,10 @@
-"""Server-sent events: framing, and a response that sends them while it watches for the client to leave.
+"""Server-sent events: framing, headers, the types of ASGI.
 
 Texts inside are JSON on one line, so a frame never needs to be split.
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 Scope = dict[str, Any]
@@ -31,14 +31,3 @@ def data_frame(text: str) -> bytes:
 def named_frame(name: str, text: str) -> bytes:
     """One event with a name."""
     return f"event: {name}\ndata: {text}\n\n".encode()
-
-
-async def send_stream(send: Send, frames: AsyncIterator[bytes], headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    """Send a whole event stream. The status line goes out with the first frame."""
-    started = False
-    async for frame in frames:
-        if not started:
-            await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
-            started = True
-        await send({"type": "http.response.body", "body": frame, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
