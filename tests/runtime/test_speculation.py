@@ -43,6 +43,8 @@ from tests.runtime.speaking import (
 N_NEW = 12
 PENALISED = replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.4)
 BIASED = replace(SAMPLED, logit_bias=((5, 3.0), (9, -100.0)), min_p=0.02)
+DENSE = pytest.mark.parametrize("model", ["dense"], indirect=True)
+"""For rules that do not depend on the architecture."""
 KINDS = {"greedy": GREEDY, "penalised": PENALISED, "sampled": SAMPLED, "spread": SPREAD, "biased": BIASED}
 
 
@@ -120,6 +122,7 @@ def test_trained_models_accept_most_drafts(model: BoundModel, fresh_seed: int) -
     assert right.sum() > 0.6 * drafted.sum()
 
 
+@DENSE
 def test_chunks_of_a_prompt_do_not_change_what_is_drafted(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), random_ids(model, fresh_seed, 131)
     whole = opened(program, prompt, n_drafts=MAX_DRAFTS)
@@ -133,6 +136,7 @@ def test_chunks_of_a_prompt_do_not_change_what_is_drafted(model: BoundModel, fre
         assert same(full_state(program), state)
 
 
+@DENSE
 def test_positions_of_media_are_those_of_the_token_before(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), random_ids(model, fresh_seed, 70)
     axes = np.sort(np.random.default_rng(fresh_seed).integers(0, 50, (3, 70)), 1).astype(np.int32)
@@ -153,6 +157,7 @@ def test_positions_of_media_are_those_of_the_token_before(model: BoundModel, fre
     assert changed.min() == 36
 
 
+@DENSE
 def test_a_restored_slot_drafts_what_a_cold_one_drafts(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), random_ids(model, fresh_seed, 100)
     cold = opened(program, prompt, n_drafts=MAX_DRAFTS)
@@ -172,6 +177,7 @@ def test_a_restored_slot_drafts_what_a_cold_one_drafts(model: BoundModel, fresh_
         assert same(full_state(program, 3), state)
 
 
+@DENSE
 def test_relocation_keeps_within_the_plan_and_ends_the_old_name(model: BoundModel, fresh_seed: int) -> None:
     program = proposing(model)
     opened(program, random_ids(model, fresh_seed, 10))
@@ -190,6 +196,7 @@ def test_relocation_keeps_within_the_plan_and_ends_the_old_name(model: BoundMode
     assert same(state_of(program, 1), state_of(program, 2))
 
 
+@DENSE
 @pytest.mark.parametrize("sampling", [GREEDY, SPREAD], ids=["greedy", "spread"])
 def test_one_ahead_equals_one_at_a_time(model: BoundModel, sampling: SamplingParams, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 1)[0]
@@ -234,6 +241,7 @@ def test_a_row_speaks_the_same_alone_and_among_others(model: BoundModel, fresh_s
         assert same(full_state(program, slots[b]), alone[b][1])
 
 
+@DENSE
 def test_a_shorter_commit_and_a_rollback_keep_the_last_hidden_row_right(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 3)[1]
     tokens = speak(program, prompt, 10, sampling=PENALISED).tokens
@@ -260,6 +268,7 @@ def test_a_shorter_commit_and_a_rollback_keep_the_last_hidden_row_right(model: B
         assert same(draft_state(program), states[columns - 1] if columns else before)
 
 
+@DENSE
 def test_e4_rejected_drafts_leave_counts_and_text_alone(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 1)[0]
     sampling = replace(PENALISED, presence_penalty=2.0)
@@ -278,6 +287,7 @@ def test_e4_rejected_drafts_leave_counts_and_text_alone(model: BoundModel, fresh
         assert np.array_equal(program._slots.counts[0], counts)
 
 
+@DENSE
 def test_own_drafts_obey_the_masks_of_their_columns(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 2)[1]
     words = -(-model.spec.text.vocab_rows // 32)
@@ -296,6 +306,7 @@ def test_own_drafts_obey_the_masks_of_their_columns(model: BoundModel, fresh_see
         assert emitted(result)[-1] != draft
 
 
+@DENSE
 def test_a_token_that_nobody_drew_drops_the_drafts(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 1)[0]
     first = opened(program, prompt, n_drafts=3)
@@ -315,6 +326,7 @@ def test_a_token_that_nobody_drew_drops_the_drafts(model: BoundModel, fresh_seed
     assert same(full_state(program)[4:], state[4:])
 
 
+@DENSE
 def test_known_columns_are_read_by_the_draft_layer_too(model: BoundModel, fresh_seed: int) -> None:
     program, ids = proposing(model), random_ids(model, fresh_seed, 40)
     cold = opened(program, ids, n_drafts=3)
@@ -330,6 +342,7 @@ def test_known_columns_are_read_by_the_draft_layer_too(model: BoundModel, fresh_
     assert same(draft_state(program), state)
 
 
+@DENSE
 def test_rows_that_end_hold_no_drafts_and_budgets_bound_them(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model), questions(model, fresh_seed, 1)[0]
     first = opened(program, prompt)
@@ -348,6 +361,7 @@ def test_rows_that_end_hold_no_drafts_and_budgets_bound_them(model: BoundModel, 
         opened(program, prompt)
 
 
+@DENSE
 def test_drafts_of_the_small_head_are_among_its_ids(model: BoundModel, fresh_seed: int) -> None:
     assert model.draft_head is not None
     ids = set(model.artifact.tensor(model.draft_head.token_ids.name).tolist())
@@ -363,6 +377,7 @@ def test_drafts_of_the_small_head_are_among_its_ids(model: BoundModel, fresh_see
     assert seen <= ids
 
 
+@DENSE
 @pytest.mark.parametrize("accepted", ["equal", "ratio"])
 def test_a_program_without_a_proposer_and_one_that_drafts_nothing_say_the_same(
     model: BoundModel, accepted: str, fresh_seed: int
@@ -373,12 +388,14 @@ def test_a_program_without_a_proposer_and_one_that_drafts_nothing_say_the_same(
     assert speak(program, prompt, 12, sampling=sampling).tokens == expected.tokens
 
 
+@DENSE
 def test_ratio_keeps_the_prefix_rule_for_greedy_rows(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model, acceptance="ratio"), questions(model, fresh_seed, 1)[0]
     expected = speak(program, prompt, N_NEW, sampling=PENALISED)
     assert speak(program, prompt, N_NEW, n_drafts=3, sampling=PENALISED).tokens == expected.tokens
 
 
+@DENSE
 def test_ratio_repeats_itself_and_does_not_depend_on_where_a_round_is_cut(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model, acceptance="ratio"), questions(model, fresh_seed, 2)[1]
     for seed in range(2):
@@ -398,6 +415,7 @@ def test_ratio_repeats_itself_and_does_not_depend_on_where_a_round_is_cut(model:
             assert found == outcomes[-1][:columns]
 
 
+@DENSE
 def test_ratio_gives_the_raw_logprobs_of_what_it_emits(model: BoundModel, fresh_seed: int) -> None:
     program, prompt = proposing(model, acceptance="ratio"), questions(model, fresh_seed, 2)[1]
     first = opened(program, prompt, n_drafts=3, sampling=SPREAD)
