@@ -2,7 +2,7 @@
 
 import re
 
-from ninfer_format.errors import UnsupportedError, UsageError
+from ninfer_format.errors import UsageError
 from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
@@ -41,8 +41,6 @@ class CudaBackend:
         """The one allocation of a program; UsageError or UnsupportedError for what has no kernels."""
         if options.dtype != "bfloat16":
             raise UsageError(f"dtype {options.dtype!r} is not part of the cuda backend, expected bfloat16")
-        if options.acceptance == "ratio":
-            raise UnsupportedError("acceptance by ratio is not part of the cuda backend; run with --acceptance equal")
         device, plan = self._device(options), ArenaPlan()
         regions = lay_out(model, limits, options, device, plan)
         SmallMatrices(device, plan, regions, round_columns(limits))

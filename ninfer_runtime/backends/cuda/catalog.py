@@ -31,7 +31,7 @@ from ninfer_runtime.backends.cuda.resources import (
     resources_of,
 )
 from ninfer_runtime.backends.cuda.sass import Loop, main_loop
-from ninfer_runtime.config import KvDtype
+from ninfer_runtime.config import Acceptance, KvDtype
 from ninfer_runtime.models.binder import BoundModel
 
 KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
@@ -84,7 +84,8 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
         for card, (dtype, rotation), limits in product(cards, KV_STORAGES, (LIMITS, *DRAFTING)):
             options = ProgramOptions(kv_dtype=dtype, kv_rotation=rotation)
             if limits.max_drafts:
-                options = replace(options, proposer="mtp", draft_head=True)
+                acceptance: Acceptance = "equal" if limits.max_rows == MAX_ROWS else "ratio"
+                options = replace(options, proposer="mtp", draft_head=True, acceptance=acceptance)
             for spec in program_specs(model, card.as_device(), limits, options):
                 users.setdefault(spec, []).append(name)
     for spec in probes.specs():

@@ -11,6 +11,8 @@ from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.draft import (
     DRAFT_STATE,
     HELD_DRAFTS,
+    MAX_DRAFTS,
+    PROPOSAL_BYTES,
     DraftMemory,
     hidden_bytes,
     input_stride,
@@ -55,9 +57,17 @@ def check_columns(limits: ProgramLimits, attention: AttentionGeometry) -> None:
 
 
 def lay_out_drafts(
-    taker: Taker, limits: ProgramLimits, hidden: int, n_tokens: int, shape: SamplerShape, head: PackedMatrix | None
+    taker: Taker,
+    limits: ProgramLimits,
+    hidden: int,
+    n_tokens: int,
+    shape: SamplerShape,
+    head: PackedMatrix | None,
+    *,
+    ratio: bool,
 ) -> DraftRegions:
-    """Take every region; ``n_tokens``: the most columns that the layer reads at once."""
+    """Take every region; ``n_tokens``: the most columns that the layer reads at once; ``ratio``: how drafts are
+    accepted."""
     take = taker.take
     memory = DraftMemory(
         x=take("workspace/draft_x", n_tokens * hidden * _FLOAT),
@@ -70,6 +80,7 @@ def lay_out_drafts(
         held=take("state/held", limits.n_slots * HELD_DRAFTS.itemsize),
         hidden=take("state/hidden", limits.n_slots * hidden_bytes(hidden)),
         records=take("state/hidden_records", limits.n_slots * record_bytes(hidden)),
+        proposals=take("state/proposals", limits.n_slots * MAX_DRAFTS * PROPOSAL_BYTES) if ratio else 0,
     )
     head_stride = 0 if head is None else up(head.n_outputs, 4)
     return DraftRegions(

@@ -41,7 +41,7 @@ def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpe
         *draft.specs(spec.text.hidden, has_own_head=bool(regions.draft.row_of)),
         *attention_decode.specs(regions.attention, max_columns + 1),
         *attention_prefill.specs(regions.attention, lowest=FIRST_INDEX),
-        *regions.sampler_shape.specs(drafts=True),
+        *regions.sampler_shape.specs(drafts=True, ratio=bool(regions.draft.memory.proposals)),
     ]
 
 
@@ -87,7 +87,9 @@ class DraftPass:
                 self._own.sampler,
                 memory_,
                 regions.counts,
-                drafts=(memory.states, memory.held),
+                states=memory.states,
+                held=memory.held,
+                proposals=memory.proposals,
             )
             for memory_ in (regions.round_memory, regions.prompt_memory)
         }

@@ -160,7 +160,7 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, limits.max_rows, limits.max_columns)
     prompt_layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, 1, 1)
     shape = SamplerShape(spec.n_addressable, logits_stride)
-    take = taker.take
+    take, ratio = taker.take, options.acceptance == "ratio"
     work_begin = take("workspace", 0)
     activations = Activations(
         x=take("workspace/x", n_tokens * text.hidden * _FLOAT),
@@ -209,7 +209,7 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
         gdn_prefill_workspace=take("workspace/gdn_prefill", gdn_prefill.workspace_bytes(gdn, limits.prefill_chunk)),
         draft=None
         if weights.draft is None
-        else lay_out_drafts(taker, limits, text.hidden, n_tokens, shape, weights.draft.head),
+        else lay_out_drafts(taker, limits, text.hidden, n_tokens, shape, weights.draft.head, ratio=ratio),
         linear_large_workspace=take("workspace/linear_large", linear_large.workspace_bytes(device)),
         linear_small_workspace=linear_small.Workspace(
             taker, linear_small.workspace_bytes(device, round_columns(limits))

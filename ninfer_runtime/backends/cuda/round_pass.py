@@ -39,6 +39,7 @@ def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpe
         *gdn_decode.specs(regions.gdn),
         *attention_decode.specs(regions.attention, max_columns),
         *regions.sampler_shape.specs(),
+        *(regions.sampler_shape.specs(ratio=True) if regions.draft and regions.draft.memory.proposals else ()),
     ]
 
 
@@ -87,7 +88,16 @@ class RoundPass:
         self._attention: Mapping[int, AttentionDecode] = {
             q: AttentionDecode(device, regions.attention, q) for q in range(1, n_columns + 1)
         }
-        self._sampler = Sampler(device, regions.sampler_shape, regions.sampler, regions.round_memory, regions.counts)
+        proposals = 0 if regions.draft is None else regions.draft.memory.proposals
+        self._sampler = Sampler(
+            device,
+            regions.sampler_shape,
+            regions.sampler,
+            regions.round_memory,
+            regions.counts,
+            held=held,
+            proposals=proposals,
+        )
         self._states = GdnStateLayout(regions.gdn)
         self.early = early_start(device)
 

@@ -83,7 +83,8 @@ class Asking:
 def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype) -> None:
     model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
     drafting = replace(options, proposer="mtp", draft_head=True)
-    for limits, chosen in ((LIMITS, options), (DRAFTING[0], drafting)):
+    by_ratio = replace(drafting, acceptance="ratio")
+    for limits, chosen in ((LIMITS, options), (DRAFTING[0], drafting), (DRAFTING[1], by_ratio)):
         plan = MemoryPlan(limits, chosen, *(1 << 36,) * 6)
         device: Any = Asking(card)
         with pytest.raises(Prepared) as prepared:

@@ -139,6 +139,26 @@ def test_wrong_drafts_of_its_own_change_nothing_either(
         assert_state_of(program, reference, prompt, stepped)
 
 
+@pytest.mark.parametrize("sampling", [SAMPLED, replace(WILD, top_k=40, top_p=0.9)], ids=["usual", "wild"])
+def test_ratio_emits_what_the_reference_emits(model: BoundModel, sampling: SamplingParams) -> None:
+    program = drafting(model, replace(DRAFTS, max_rows=1), acceptance="ratio")
+    reference = proposing(model, acceptance="ratio")
+    rounds = []
+    for seed, prompt in enumerate(questions(model, SEED, 3)):
+        params = replace(sampling, seed=seed)
+        expected = speak(reference, prompt, 12, n_drafts=3, sampling=params)
+        for one_ahead in (False, True):
+            spoken = speak(program, prompt, 12, n_drafts=3, sampling=params, one_ahead=one_ahead)
+            assert (spoken.tokens, spoken.rounds) == (expected.tokens, expected.rounds)
+        rounds += expected.rounds
+    assert any(right > 0 for _, right in rounds)
+    assert sampling is SAMPLED or any(right < drafted for drafted, right in rounds)
+    # Greedy rows, and rows that no limit cuts, are accepted as they are without ratio.
+    for params in (GREEDY, replace(WILD, seed=3)):
+        stepped = speak(program, prompt, 8, sampling=params)
+        assert speak(program, prompt, 8, n_drafts=3, sampling=params).tokens == stepped.tokens
+
+
 @pytest.mark.parametrize("options", [{"kv_dtype": "fp6"}, {"draft_head": True}], ids=str)
 def test_formats_of_the_cache_and_the_draft_head_change_nothing_about_that(
     model: BoundModel, options: dict[str, Any]
@@ -324,8 +344,6 @@ def test_what_is_not_there_is_refused(model: BoundModel, artifact_of: ArtifactOf
     options = ProgramOptions(device="cuda", dtype="bfloat16", proposer="mtp")
     with pytest.raises(UnsupportedError, match=r"5 drafts for 8 rows are more than .* up to 4, see"):
         backend.plan_memory(model, replace(DRAFTS, max_rows=8, n_slots=8), options)
-    with pytest.raises(UnsupportedError, match="acceptance by ratio"):
-        backend.plan_memory(model, DRAFTS, replace(options, acceptance="ratio"))
     with pytest.raises(UsageError, match="at least 1 with proposer"):
         backend.plan_memory(model, LIMITS, options)
     backend.plan_memory(model, replace(DRAFTS, max_rows=8, n_slots=8, max_columns=5, max_drafts=4), options)

@@ -27,6 +27,23 @@ struct HeldDrafts {
     int anchor;
     int n_drafts;
     int token_ids[MAX_DRAFTS];
-    int reserved[8];
+    int has_ratio;  // drawn from distributions that lie in the slot's proposals
+    int reserved[7];
 };
 static_assert(sizeof(HeldDrafts) == 64, "mirrored by ops/draft.py");
+
+constexpr int MAX_PROPOSED = 1024;  // PREFIX of the sampler
+
+// What one draft was drawn from; [slots][MAX_DRAFTS] of them.
+struct Proposal {
+    double probabilities[MAX_PROPOSED];
+    int ids[MAX_PROPOSED];
+    int n;
+    int reserved;
+};
+static_assert(sizeof(Proposal) == 12 * MAX_PROPOSED + 8, "mirrored by ops/draft.py");
+
+// Whether a row's drafts come from distributions where the program accepts by ratio. Others draw theirs as the target will.
+DEVICE bool has_distributions(const RowInput& in) {
+    return in.temperature > 0.0 && in.top_k > 0 && in.top_k <= MAX_PROPOSED;
+}

@@ -4,6 +4,10 @@
 
 // What a random number is for; every purpose has its own stream.
 constexpr uint64_t PURPOSE_TARGET = 0;
+constexpr uint64_t PURPOSE_ACCEPT = 1;
+constexpr uint64_t PURPOSE_CORRECTION = 2;
+constexpr uint64_t PURPOSE_BONUS = 3;
+constexpr uint64_t PURPOSE_DRAFT = 4;
 constexpr uint64_t PURPOSE_FORCED = 0xffffffffull;  // measurements only
 
 // In [0, 1): the upper 53 bits of the first word for key (seed, purpose) and counter (position + 1, 0, 0, 0).

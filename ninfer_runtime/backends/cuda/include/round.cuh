@@ -28,7 +28,8 @@ struct RowState {
     int emitted;
     int accepted;
     int columns;
-    int reserved[3];
+    int n_ratio;        // drafts that the slot holds with what they were drawn from, evaluated or not
+    int reserved[2];
 };
 static_assert(sizeof(RowState) == 64, "mirrored by ops/round_state.py");
 

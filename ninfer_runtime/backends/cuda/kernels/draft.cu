@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     HeldDrafts& held = p.held[row.slot];
     held.index = columns > 0 ? row.start + columns : -1;
     held.anchor = anchor;
-    held.n_drafts = 0;
+    held.n_drafts = held.has_ratio = 0;
 }
 
 // Between two drafts: the last one is the next column. One warp per row.

@@ -61,10 +61,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = follows && !is_frozen ? before.token_ids[before.emitted - 1] : in.token_ids[0];
     int n_columns = is_frozen ? 0 : in.n_columns;
     const int* drafts = in.token_ids + 1;
+    int n_ratio = 0;
     if (header.own_drafts && !is_frozen) {
         const HeldDrafts& held = p.held[in.slot];
+        const bool fits = held.index == start && held.anchor == first && (!held.has_ratio || has_distributions(in));
+        const int n_held = fits ? held.n_drafts : 0;
         drafts = held.token_ids;
-        n_columns = minimum(n_columns, held.index == start && held.anchor == first ? 1 + held.n_drafts : 1);
+        n_columns = minimum(n_columns, 1 + n_held);
+        n_ratio = held.has_ratio ? n_held : 0;
     }
     if (lane < p.n_columns) p.tokens[b * p.n_columns + lane] = lane >= n_columns ? 0 : lane == 0 ? first : drafts[lane - 1];
     if (lane == 0) {
@@ -78,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         row.record_buffer = in.record_buffer;
         row.budget = follows ? before.budget - before.emitted : in.budget;
         row.verify = header.verify;
+        row.n_ratio = n_ratio;
         row.status = is_frozen ? STATUS_FROZEN : STATUS_RUNNING;
         p.rows[b] = row;
     }

@@ -5,17 +5,24 @@
 // sample_scan: one warp per CHUNK ids and column -> largest value, sums of exponentials, NaN for a logit not finite.
 // sample_draw: one block per column -> token and logprobs; the last block of a row to arrive applies its rule.
 // DRAFT: one column per row, drawn as the target will draw it; -infinity among the logits is an id that is not proposed.
+// RATIO: drafts of rows with sorted candidates are drawn from their own distribution, which is kept, and accepted by ratio.
 // Reference: backends/reference/sampling.py, rounds.py; tokens equal except where 1e-6 of the mass decides (1e-12 for
 // top_k 1 .. PREFIX); logprobs 1e-5.
 #include "common.cuh"
 #ifndef DRAFT
 #define DRAFT 0
 #endif
+#ifndef RATIO
+#define RATIO 0
+#endif
 #include "draft.cuh"
 #include "philox.cuh"
 #include "sample_column.cuh"
 #include "sample_select.cuh"
 #include "sample_draw.cuh"
+#if RATIO
+#include "sample_ratio.cuh"
+#endif
 
 struct SampleParams {
     const float* logits;
@@ -28,6 +35,7 @@ struct SampleParams {
     RowOutput* outputs;
     DraftState* states;           // DRAFT
     HeldDrafts* held;             // DRAFT, [slots]
+    Proposal* proposals;          // RATIO, [slots][MAX_DRAFTS]
     double* best;                 // [T][n_chunks]
     int* best_ids;
     float* raw_largest;           // over raw logits
@@ -272,6 +280,9 @@ DEVICE void end_draft(const SampleParams& p, int b, Draw draw) {
     const int at = state.n_drafts;
     p.held[state.slot].token_ids[at] = draw.token;
     p.held[state.slot].n_drafts = at + 1;
+#if RATIO
+    p.held[state.slot].has_ratio = has_distributions(input_of(p, b));
+#endif
     p.outputs[b].drafts[at] = draw.token;
     p.outputs[b].n_drafts = at + 1;
     state.uncounted[state.n_uncounted] = draw.token;
@@ -362,8 +373,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (is_wide(in.top_k))
                     total = combined_sum(p, s, c, p.scaled_sum, largest, inverse,
                                          [&](int64_t at) { return static_cast<double>(static_cast<float>(p.best[at])); });
-                const double u = philox_uniform(in.seed, index_behind(row, i), PURPOSE_TARGET);
-                token = draw_token(column, s, in, static_cast<float>(largest), total, u, p.n_chunks);
+                const uint64_t position = index_behind(row, i);
+                uint64_t purpose = PURPOSE_TARGET;
+                bool is_drawn = false;
+#if RATIO && DRAFT
+                if (has_distributions(in)) {
+                    Proposal& proposal = p.proposals[row.slot * MAX_DRAFTS + row.n_drafts];
+                    token = propose(column, s, in, static_cast<float>(largest), p.n_chunks, position, proposal);
+                    is_drawn = true;
+                }
+#elif RATIO
+                if (i < row.n_ratio) {
+                    const Proposal& proposal = p.proposals[row.slot * MAX_DRAFTS + i];
+                    token = draw_by_ratio(column, s, in, static_cast<float>(largest), p.n_chunks, position,
+                                          p.held[row.slot].token_ids[i], proposal);
+                    is_drawn = true;
+                }
+                if (row.n_ratio > 0) purpose = PURPOSE_BONUS;
+#endif
+                const double u = philox_uniform(in.seed, position, purpose);
+                if (!is_drawn) token = draw_token(column, s, in, static_cast<float>(largest), total, u, p.n_chunks);
             }
 #if !DRAFT
             const int n_top = header_of(p).n_top;

@@ -39,9 +39,17 @@ DRAFT_STATE = np.dtype(
 """Drafting of one row while it goes on; ``MAX_ROWS`` of them. Mirrors ``include/draft.cuh``."""
 
 HELD_DRAFTS = np.dtype(
-    [*_ints("index", "anchor", "n_drafts"), ("token_ids", np.int32, MAX_DRAFTS), ("reserved", np.int32, 8)]
+    [
+        *_ints("index", "anchor", "n_drafts"),
+        ("token_ids", np.int32, MAX_DRAFTS),
+        ("has_ratio", np.int32),
+        ("reserved", np.int32, 7),
+    ]
 )
 """What one slot holds; index -1: nothing."""
+
+PROPOSAL_BYTES = 12 * 1024 + 8
+"""What one draft was drawn from, where drafts are accepted by ratio."""
 
 assert (DRAFT_STATE.itemsize, HELD_DRAFTS.itemsize) == (128, 64)
 
@@ -188,6 +196,7 @@ class DraftMemory:
     last     bf16 [hidden], of a chunk's last token
     rows     ROW_STATE [MAX_ROWS] of the layer's columns; states DRAFT_STATE [MAX_ROWS]; tokens int32 of the columns
     held     HELD_DRAFTS [slots]; hidden bf16 [slots][hidden]; records bf16 [slots][2][MAX_COLUMNS][hidden]
+    proposals  what held drafts were drawn from, [slots][MAX_DRAFTS]; 0 unless drafts are accepted by ratio
     """
 
     x: int
@@ -200,6 +209,7 @@ class DraftMemory:
     held: int
     hidden: int
     records: int
+    proposals: int
 
 
 class DraftBegin:

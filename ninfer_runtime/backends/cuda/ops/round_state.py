@@ -41,8 +41,8 @@ def _ints(*names: str) -> list[tuple[str, Any]]:
 ROW_STATE = np.dtype(
     [
         *_ints("slot", "start", "n_columns", "rope_delta", "fold_columns", "fold_buffer", "record_buffer", "budget"),
-        *_ints("verify", "status", "emitted", "accepted", "columns"),
-        ("reserved", np.int32, 3),
+        *_ints("verify", "status", "emitted", "accepted", "columns", "n_ratio"),
+        ("reserved", np.int32, 2),
     ]
 )
 """One resolved row on the device; ``MAX_ROWS`` of them, written by ``round_begin``."""

@@ -36,6 +36,7 @@ class SampleParams(ctypes.Structure):
         ("outputs", ctypes.c_uint64),
         ("states", ctypes.c_uint64),
         ("held", ctypes.c_uint64),
+        ("proposals", ctypes.c_uint64),
         ("best", ctypes.c_uint64),
         ("best_ids", ctypes.c_uint64),
         ("raw_largest", ctypes.c_uint64),
@@ -92,7 +93,9 @@ class SamplerShape:
         words = self.capacity + _BINS + 2 * _MAX_CHUNKS + warps + 8
         return -(-(8 * doubles + 4 * words) // 128) * 128
 
-    def _spec(self, name: str, threads: int, shared_bytes: int, min_blocks: int, drafts: bool) -> KernelSpec:
+    def _spec(
+        self, name: str, threads: int, shared_bytes: int, min_blocks: int, drafts: bool, ratio: bool
+    ) -> KernelSpec:
         defines: tuple[tuple[str, int], ...] = (
             ("CHUNK", self.chunk),
             ("MAX_CHUNKS", _MAX_CHUNKS),
@@ -102,13 +105,14 @@ class SamplerShape:
             ("SELECTION_BYTES", self.shared_bytes),
         )
         defines += (("DRAFT", 1),) if drafts else ()
+        defines += (("RATIO", 1),) if ratio else ()
         return KernelSpec("sampling.cu", name, defines, threads, shared_bytes, min_blocks)
 
-    def specs(self, *, drafts: bool = False) -> list[KernelSpec]:
+    def specs(self, *, drafts: bool = False, ratio: bool = False) -> list[KernelSpec]:
         """The two launches: a scan by many blocks, then one block per column; or those that draw drafts."""
         return [
-            self._spec("sample_scan", _SCAN_THREADS, 0, 3, drafts),
-            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes, 1, drafts),
+            self._spec("sample_scan", _SCAN_THREADS, 0, 3, drafts, False),
+            self._spec("sample_draw", _DRAW_THREADS, self.shared_bytes, 1, drafts, ratio),
         ]
 
 
@@ -136,7 +140,8 @@ class Sampler:
     """Draws of all columns, then each row's rule; results go to ``RoundMemory.result`` and ``.rows``.
 
     With ``drafts`` it draws the next draft of every row that makes one: from one row of logits each, for the rows of
-    ``states`` into ``held`` (addresses, ``ops/draft.py``).
+    ``states`` into ``held`` (addresses, ``ops/draft.py``). With ``proposals`` drafts of rows that cut their candidates
+    (top_k) are accepted by ratio; other rows' are drawn as the target will draw.
     """
 
     def __init__(
@@ -146,12 +151,15 @@ class Sampler:
         memory: SamplerMemory,
         round_memory: RoundMemory,
         counts: CountsMemory,
-        drafts: tuple[int, int] | None = None,
+        *,
+        states: int = 0,
+        held: int = 0,
+        proposals: int = 0,
     ) -> None:
-        """``drafts``: addresses of ``states`` and ``held``."""
+        """``states``: the sampler draws drafts; ``proposals``: PROPOSAL [slots][MAX_DRAFTS] of ``ops/draft.py``."""
         self._shape = shape
-        self._scan, self._draw = (device.kernel(spec) for spec in shape.specs(drafts=drafts is not None))
-        states, held = drafts or (0, 0)
+        variants = shape.specs(drafts=bool(states), ratio=bool(proposals))
+        self._scan, self._draw = (device.kernel(spec) for spec in variants)
         device.upload(memory.arrived, np.zeros(MAX_ROWS, np.uint32))
         m, layout = round_memory, round_memory.layout
         self._params = SampleParams(
@@ -164,6 +172,7 @@ class Sampler:
             outputs=m.result,
             states=states,
             held=held,
+            proposals=proposals,
             best=memory.best,
             best_ids=memory.best_ids,
             raw_largest=memory.raw_largest,
