@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 
 from ninfer_runtime.backends.base import Round, RowStatus, Ticket, following, page_table
-from ninfer_runtime.backends.cuda.ops import round_state
+from ninfer_runtime.backends.cuda.ops import draft, round_state
 from ninfer_runtime.config import SamplingParams
 from tests.emulator.device import EmulatedDevice
 from tests.runtime.cuda.sampling_cases import make_drafts_right, some_logits, some_params
 from tests.runtime.cuda.sampling_rig import N_SLOTS, PAGES, TINY, Bench, Mirror, assert_same, make_round
 
-HEADER = Path(round_state.__file__).parents[1] / "include" / "round.cuh"
+INCLUDE = Path(round_state.__file__).parents[1] / "include"
 STRUCTS = {
     "RowState": round_state.ROW_STATE,
     "RoundHeader": round_state.HEADER,
     "RowInput": round_state.ROW_INPUT,
     "BiasEntry": round_state.BIAS_ENTRY,
     "RowOutput": round_state.ROW_OUTPUT,
+    "DraftState": draft.DRAFT_STATE,
+    "HeldDrafts": draft.HELD_DRAFTS,
 }
 
 
@@ -36,10 +38,11 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.parametrize("name", sorted(STRUCTS))
 def test_structs_mirror_the_header_member_by_member(name: str) -> None:
-    body = re.search(rf"struct {name} {{(.*?)}};", HEADER.read_text(encoding="utf-8"), re.DOTALL)
+    headers = "".join((INCLUDE / file).read_text(encoding="utf-8") for file in ("round.cuh", "draft.cuh"))
+    body = re.search(rf"struct {name} {{(.*?)}};", headers, re.DOTALL)
     assert body is not None
-    members = re.findall(r"(\w+) (\w+)(?:\[\w+\])?;", re.sub("//.*", "", body[1]))
-    types = {"int": np.int32, "double": np.float64, "uint64_t": np.uint64}
+    members = re.findall(r"(\w+) (\w+)(?:\[[^]]+\])?;", re.sub("//.*", "", body[1]))
+    types = {"int": np.int32, "float": np.float32, "double": np.float64, "uint64_t": np.uint64}
     dtype = STRUCTS[name]
     assert [member for _, member in members] == list(dtype.names or ())
     assert all(dtype[member].base == types[kind] for kind, member in members)
