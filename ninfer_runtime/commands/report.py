@@ -4,10 +4,11 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ninfer_runtime.backends.kv_numeric import QUANTIZED
 from ninfer_runtime.commands.answer import Answer
 from ninfer_runtime.commands.session import Session
 from ninfer_runtime.config import EngineConfig, SamplingParams
-from ninfer_runtime.engine.sequence import MissReason, Reuse
+from ninfer_runtime.engine.sequence import Drafting, MissReason, Reuse
 
 if TYPE_CHECKING:
     from ninfer_runtime.engine.engine import Engine
@@ -55,6 +56,7 @@ def start_rows(session: Session, config: EngineConfig, engine: "Engine") -> list
         ("engine", "backend", f"{config.backend} on {config.device}, {config.dtype}"),
         ("engine", "context", f"{config.max_context} tokens, prefill chunk {config.prefill_chunk}"),
     ]
+    rows += format_rows(config)
     rows += [("engine", label, f"{n_bytes / 2**20:,.1f} MiB") for label, n_bytes in engine.plan.rows() if n_bytes]
     rows += [("engine", label, text) for label, text in engine.program.notes]
     return [*rows, ("engine", "start", f"{session.engine_seconds:.2f} s")]
@@ -72,6 +74,7 @@ def answer_rows(answer: Answer, sampling: SamplingParams, prepare_seconds: float
         ("tokens", "prompt", str(finish.n_prompt)),
         *reuse_rows(finish.reuse),
         ("tokens", "generated", f"{finish.n_generated}{thinking}"),
+        *draft_rows(finish.drafting),
         ("time", "prepare", f"{prepare_seconds:.3f} s"),
         ("time", "prefill", f"{finish.prefill_seconds:.3f} s"),
         ("time", "decode", f"{finish.decode_seconds:.3f} s"),
@@ -88,6 +91,29 @@ def reuse_rows(reuse: Reuse) -> list[Row]:
     where = "" if reuse.first_difference is None else f" at token {reuse.first_difference}"
     why = "" if reuse.reason is MissReason.NONE else f" ({reuse.reason.value}{where})"
     return [("tokens", "reused", f"{reuse.n_tokens}{why}")]
+
+
+def format_rows(config: EngineConfig) -> list[Row]:
+    """How keys and values are stored, and what drafts, where it is not the plain thing."""
+    rows: list[Row] = []
+    if config.kv_dtype in QUANTIZED:
+        rows.append(("engine", "keys and values", config.kv_dtype + (", rotated" if config.kv_rotation else "")))
+    if config.spec != "none":
+        head = ", small head" if config.lm_head_draft else ""
+        rule = f", accepted by {config.acceptance}" if config.acceptance != "equal" else ""
+        rows.append(("engine", "drafts", f"{config.draft_tokens} by {config.spec}{head}{rule}"))
+    return rows
+
+
+def draft_rows(drafting: Drafting) -> list[Row]:
+    """How many drafts were evaluated and accepted; nothing where none were."""
+    if not drafting.n_drafted:
+        return []
+    share = drafting.n_accepted / drafting.n_drafted
+    at = ", ".join(map(str, drafting.accepted_at))
+    return [
+        ("tokens", "drafts", f"{drafting.n_accepted} of {drafting.n_drafted} accepted ({share:.0%}), by position {at}")
+    ]
 
 
 def answer_json(answer: Answer, session: Session, sampling: SamplingParams, prepare_seconds: float) -> dict[str, Any]:
