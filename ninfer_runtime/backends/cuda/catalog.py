@@ -44,11 +44,8 @@ KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
 """Formats of keys and values, with and without the rotation in front of them."""
 LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
 """Of the planned programs: every number of rows and columns a round can have."""
-DRAFTING = (
-    replace(LIMITS, max_columns=MAX_COLUMNS - 1, max_drafts=MAX_COLUMNS - 2),
-    replace(LIMITS, max_rows=MAX_ROWS - 2, max_drafts=MAX_COLUMNS - 1),
-)
-"""Of those that draft: the most rows, and the most drafts."""
+DRAFTING = (replace(LIMITS, max_drafts=MAX_COLUMNS - 1), replace(LIMITS, max_rows=1, max_drafts=MAX_COLUMNS - 1))
+"""Of those that draft, equal and by ratio."""
 BUDGET_FILE = Path(__file__).parent / "tuning" / "registers.json"
 BUDGET_SCHEMA = "ninfer.registers/1"
 
@@ -84,7 +81,7 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
         for card, (dtype, rotation), limits in product(cards, KV_STORAGES, (LIMITS, *DRAFTING)):
             options = ProgramOptions(kv_dtype=dtype, kv_rotation=rotation)
             if limits.max_drafts:
-                acceptance: Acceptance = "equal" if limits.max_rows == MAX_ROWS else "ratio"
+                acceptance: Acceptance = "equal" if limits.max_rows > 1 else "ratio"
                 options = replace(options, proposer="mtp", draft_head=True, acceptance=acceptance)
             for spec in program_specs(model, card.as_device(), limits, options):
                 users.setdefault(spec, []).append(name)

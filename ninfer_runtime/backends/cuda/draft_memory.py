@@ -44,15 +44,18 @@ class DraftRegions:
     hidden_bytes: int
 
 
+def rows_at_once(limits: ProgramLimits) -> int:
+    """Rows of a round that the layer reads together: one column more of each than the round has."""
+    return min(limits.max_rows, MOST_SMALL_COLUMNS // (limits.max_columns + 1))
+
+
 def check_columns(limits: ProgramLimits, attention: AttentionGeometry) -> None:
-    """The layer reads one column more per row than a round has: UnsupportedError where no kernel can."""
-    columns = limits.max_columns + 1
-    most_rows = MOST_SMALL_COLUMNS // columns
-    if limits.max_rows > most_rows or columns > attention_decode.most_columns(attention):
-        most = min(MOST_SMALL_COLUMNS // limits.max_rows, attention_decode.most_columns(attention)) - 2
+    """UnsupportedError for more columns of a row than the layer's attention can read."""
+    most = attention_decode.most_columns(attention) - 2
+    if limits.max_columns - 1 > most:
         raise UnsupportedError(
-            f"{limits.max_columns - 1} drafts for {limits.max_rows} rows are more than the cuda backend reads at once; "
-            f"with {limits.max_rows} rows it drafts up to {most}, see --draft-tokens and --max-concurrency"
+            f"{limits.max_columns - 1} drafts: with {attention.ratio} query heads to a KV head the cuda backend makes "
+            f"up to {most}, see --draft-tokens"
         )
 
 
@@ -66,9 +69,10 @@ def lay_out_drafts(
     *,
     ratio: bool,
 ) -> DraftRegions:
-    """Take every region; ``n_tokens``: the most columns that the layer reads at once; ``ratio``: how drafts are
+    """Take every region; ``n_tokens``: the most columns of a chunk; ``ratio``: how drafts are
     accepted."""
     take = taker.take
+    n_tokens = max(n_tokens, limits.max_rows * (limits.max_columns + 1))
     memory = DraftMemory(
         x=take("workspace/draft_x", n_tokens * hidden * _FLOAT),
         inputs=take("workspace/draft_inputs", n_tokens * input_stride(hidden) * _BF16),

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ninfer_format.geometry import up
+from ninfer_runtime.backends.base import ProgramLimits
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.draft_memory import DraftRegions
+from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, rows_at_once
 from ninfer_runtime.backends.cuda.input_addresses import InputAddresses
 from ninfer_runtime.backends.cuda.matrices import PromptMatrices, SmallMatrices, input_outputs
 from ninfer_runtime.backends.cuda.memory import Regions
@@ -30,7 +31,7 @@ from ninfer_runtime.models.spec import ModelSpec
 
 FIRST_INDEX = 1
 """The lowest token index that has a column: the first token follows nothing."""
-_FLOAT = 4
+_BF16, _INT, _FLOAT = 2, 4, 4
 
 
 def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpec]:
@@ -55,13 +56,14 @@ class DraftPass:
         spec: ModelSpec,
         small: SmallMatrices,
         prompt: PromptMatrices,
-        n_columns: int,
+        limits: ProgramLimits,
     ) -> None:
-        """``n_columns``: the most columns per row of a round; ``prompt`` works on this layer's residual stream."""
+        """``prompt`` works on this layer's residual stream."""
         assert regions.draft is not None
         assert regions.weights.draft is not None
         assert small.draft is not None
         self._device, self._regions, self._spec = device, regions, spec
+        self._rows_at_once = rows_at_once(limits)
         self._own: DraftRegions = regions.draft
         self._tensors: DraftTensors = regions.weights.draft
         self._block, self._matrices, self._prompt = small.layers[-1], small.draft, prompt
@@ -77,7 +79,7 @@ class DraftPass:
         self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
         self._norm = RmsNorm(device, spec.text.hidden, spec.norm_eps)
         self._attention: Mapping[int, AttentionDecode] = {
-            q: AttentionDecode(device, regions.attention, q) for q in range(1, n_columns + 2)
+            q: AttentionDecode(device, regions.attention, q) for q in range(1, limits.max_columns + 2)
         }
         self._prefill = AttentionPrefill(device, regions.attention, lowest=FIRST_INDEX)
         self._samplers = {
@@ -108,7 +110,8 @@ class DraftPass:
         # Later launches read rows before those ahead of them have ended: here they are complete.
         self._embed.launch(stream, n_rows * q, m.tokens, m.x, pdl=False)
         self._inputs.launch_round(stream, n_rows, n_columns, rows=r.round_memory.rows, residual=r.activations.x)
-        self._columns(stream, n_rows, q, r.round_memory)
+        for begin in range(0, n_rows, self._rows_at_once):
+            self._columns(stream, begin, min(n_rows - begin, self._rows_at_once), q, r.round_memory)
 
     def first(self, stream: Stream, n_rows: int, memory: RoundMemory | None = None) -> None:
         """A draft of every row that makes one, from the columns read last. ``memory``: what the rows came with."""
@@ -131,16 +134,20 @@ class DraftPass:
         self._begin.launch_next(stream, n_rows)
         self._embed.launch(stream, n_rows, m.tokens, m.x, pdl=False)
         self._inputs.launch_chain(stream, n_rows)
-        self._columns(stream, n_rows, 1, memory)
+        self._columns(stream, 0, n_rows, 1, memory)
         self.first(stream, n_rows, memory)
 
-    def _columns(self, stream: Stream, n_rows: int, q: int, memory: RoundMemory) -> None:
-        """``inputs`` of n_rows · q columns through the block."""
+    def _columns(self, stream: Stream, begin: int, n_rows: int, q: int, memory: RoundMemory) -> None:
+        """``inputs`` of n_rows · q columns, those of rows ``begin`` and on, through the block."""
         r, a, m, t = self._regions, self._regions.activations, self._own.memory, n_rows * q
+        hidden, pages_per_row = self._spec.text.hidden, r.round_memory.layout.pages_per_row
+        x = m.x + begin * q * hidden * _FLOAT
+        inputs = m.inputs + begin * q * draft.input_stride(hidden) * _BF16
+        page_table = memory.pages + begin * pages_per_row * _INT if memory is r.round_memory else r.prompt.pages
         layer, block = self._tensors.layer, self._block
         projection = self._matrices.input_projection
-        residual = Residual(m.x, a.ss, a.normed, layer.input_norm.pointer)
-        projection.launch(stream, t, m.inputs, residual=residual)
+        residual = Residual(x, a.ss, a.normed, layer.input_norm.pointer)
+        projection.launch(stream, t, inputs, residual=residual)
         mixer = self._mixer
         block.inputs.launch(
             stream, t, a.normed, self._rms(projection.ss_parts), input_outputs(mixer.inputs, a.inputs, t)
@@ -149,9 +156,9 @@ class DraftPass:
         self._attention[q].launch(
             stream,
             n_rows=n_rows,
-            rows=m.rows,
-            page_table=memory.pages if memory is r.round_memory else r.prompt.pages,
-            pages_per_row=r.round_memory.layout.pages_per_row,
+            rows=m.rows + begin * ROW_STATE.itemsize,
+            page_table=page_table,
+            pages_per_row=pages_per_row,
             qk=at.at("query"),
             qk_stride=at.stride("query"),
             gv=at.at("gate"),
@@ -165,11 +172,11 @@ class DraftPass:
             workspace=r.attention_workspace,
             lowest=FIRST_INDEX,
         )
-        residual = Residual(m.x, a.ss, a.normed, layer.post_attention_norm.pointer)
+        residual = Residual(x, a.ss, a.normed, layer.post_attention_norm.pointer)
         block.output.launch(stream, t, a.mixed, residual=residual)
         ffn = Output(a.ffn, stride=activation_stride(layer.down.k))
         block.gate_up.launch(stream, t, a.normed, self._rms(block.output.ss_parts), (ffn,))
-        block.down.launch(stream, t, a.ffn, residual=Residual(m.x, a.ss))
+        block.down.launch(stream, t, a.ffn, residual=Residual(x, a.ss))
 
     def _rms(self, n_parts: int) -> RmsScale:
         return RmsScale(self._regions.activations.ss, n_parts, self._spec.text.hidden, self._spec.norm_eps)

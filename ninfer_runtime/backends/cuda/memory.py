@@ -11,7 +11,7 @@ from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptio
 from ninfer_runtime.backends.checks import check_proposer, require
 from ninfer_runtime.backends.cuda.arena import ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, check_columns, lay_out_drafts
+from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, check_columns, lay_out_drafts, rows_at_once
 from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
     attention_prefill,
@@ -104,9 +104,10 @@ class Regions:
 
 
 def round_columns(limits: ProgramLimits) -> int:
-    """Most columns of a round, in whole tiles of eight: what the matrices of rounds are compiled for. A draft layer
-    reads one more of every row."""
-    return up(limits.max_rows * (limits.max_columns + bool(limits.max_drafts)), _TOKEN_TILE)
+    """Most columns at once in a round, in whole tiles of eight: what its matrices are compiled for. A draft layer reads
+    one more of every row."""
+    n_read = rows_at_once(limits) * (limits.max_columns + 1) if limits.max_drafts else 0
+    return up(max(limits.max_rows * limits.max_columns, n_read), _TOKEN_TILE)
 
 
 def prompt_tokens(limits: ProgramLimits) -> int:

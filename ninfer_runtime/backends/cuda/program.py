@@ -100,7 +100,7 @@ class CudaProgram:
         drafts = self._drafting = None
         if r.draft is not None:
             own = matrices.PromptMatrices(r, small, large, columns, x=r.draft.memory.x)
-            drafts = DraftPass(device, r, spec, small, own, limits.max_columns)
+            drafts = DraftPass(device, r, spec, small, own, limits)
             self._drafting = Drafting(device, self.stream, r, drafts, self._send)
             self._drafting.load(model)
         self._round_pass = RoundPass(device, r, spec, small, limits.max_columns, drafts)

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from ninfer_format import Artifact
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.base import ContractError, Int32s, Place, PrefillChunk, ProgramLimits, ProgramOptions
+from ninfer_runtime.backends.cuda import draft_pass
 from ninfer_runtime.backends.cuda.backend import CudaBackend
+from ninfer_runtime.backends.cuda.draft_memory import check_columns
+from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.draft import HELD_DRAFTS
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.reference.program import ReferenceProgram
@@ -238,6 +241,27 @@ def test_rows_draft_the_same_alone_and_among_others(model: BoundModel, program: 
     assert together == alone
 
 
+def test_rows_that_are_read_one_after_the_other_draft_the_same(
+    model: BoundModel, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_pass, "rows_at_once", lambda limits: 1)
+    apart = drafting(model, replace(DRAFTS, max_rows=2))
+    prompts, found = questions(model, SEED, 2), []
+    for some in (program, apart):
+        tokens = [[opened(some, prompt, slot=b, n_drafts=3).token_id] for b, prompt in enumerate(prompts)]
+        for _ in range(2):
+            rows = (Row(b, [tokens[b][-1], 0, 0, 0]) for b in range(2))
+            round_ = replace(round_of(some, *rows), own_drafts=True, n_drafts=int32(3, 3))
+            result = some.read(ticket := some.launch(round_))
+            some.commit(ticket)
+            assert result.drafts is not None
+            for b in range(2):
+                tokens[b] += [*emitted(result, b), *result.drafts[b].tolist()]
+                tokens[b].append(emitted(result, b)[-1])
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
 def test_a_shorter_commit_and_a_rollback_keep_the_last_hidden_row_right(
     model: BoundModel, program: CudaProgram, reference: ReferenceProgram
 ) -> None:
@@ -342,11 +366,13 @@ def test_forced_acceptance_is_for_measurements_alone(model: BoundModel, program:
 def test_what_is_not_there_is_refused(model: BoundModel, artifact_of: ArtifactOf) -> None:
     backend = CudaBackend(EmulatedDevice(n_sms=4))
     options = ProgramOptions(device="cuda", dtype="bfloat16", proposer="mtp")
-    with pytest.raises(UnsupportedError, match=r"5 drafts for 8 rows are more than .* up to 4, see"):
-        backend.plan_memory(model, replace(DRAFTS, max_rows=8, n_slots=8), options)
     with pytest.raises(UsageError, match="at least 1 with proposer"):
         backend.plan_memory(model, LIMITS, options)
-    backend.plan_memory(model, replace(DRAFTS, max_rows=8, n_slots=8, max_columns=5, max_drafts=4), options)
+    backend.plan_memory(model, replace(DRAFTS, max_rows=8, n_slots=8), options)
+    with pytest.raises(
+        UnsupportedError, match="5 drafts: with 8 query heads to a KV head the cuda backend makes up to 4"
+    ):
+        check_columns(DRAFTS, AttentionGeometry(8, 1, 64, 1e-6, "bf16"))
 
 
 def test_a_sampled_seed_is_needed_for_drafts_too(model: BoundModel, program: CudaProgram) -> None:
