@@ -94,9 +94,10 @@ class Handle:
             return None
         if self.listener is not None:
             return self._finish
-        # The consumer may have found the end in a token that was also the last one possible.
-        asked = self.asked_to_end
-        reason = asked if asked is not None and self._finish.reason in _BY_LENGTH else self._finish.reason
+        # The consumer may have left before the engine's end, or found its own in the last token there could be.
+        asked, reason = self.asked_to_end, self._finish.reason
+        if asked is not None and (self._n_taken < self._finish.n_generated or reason in _BY_LENGTH):
+            reason = asked
         return replace(self._finish, reason=reason, n_generated=self._n_taken)
 
     def stop(self, reason: FinishReason = FinishReason.STOP_STRING) -> None:

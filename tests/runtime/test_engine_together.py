@@ -212,6 +212,24 @@ def test_cancelling_a_row_changes_nothing_for_the_others(ahead: bool, fresh_seed
     assert engine.stats().requests_finished == {"cancelled": 4, "output-limit": 4}
 
 
+def test_answer_that_had_ended_before_it_was_given_up_is_cancelled_unless_all_of_it_was_taken() -> None:
+    engine, _ = engine_of()
+    said = continuation((1, 2), GREEDY, 3)
+    ended = Request((1, 2), GREEDY, 30, frozenset(said[-1:]))
+    given_up, taken, other = engine.generate(ended), engine.generate(ended), engine.generate(Request((3,), GREEDY, 30))
+    list(other)
+    assert engine.stats().requests_finished["stop-token"] == 2
+    given_up.cancel()
+    assert list(given_up) == []
+    assert given_up.finish is not None
+    assert (given_up.finish.reason, given_up.finish.n_generated) == (FinishReason.CANCELLED, 0)
+    assert ids([next(taken) for _ in said]) == said
+    taken.cancel()
+    assert list(taken) == []
+    assert taken.finish is not None
+    assert (taken.finish.reason, taken.finish.n_generated) == (FinishReason.STOP_TOKEN, 3)
+
+
 def test_row_that_is_not_finite_ends_alone(fresh_seed: int) -> None:
     engine, program = engine_of()
     asked = [(5,) * 40, (6,) * 50, (7,) * 60]
