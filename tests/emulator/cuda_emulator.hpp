@@ -186,6 +186,7 @@ struct Launch {
     uint32_t serial;        // number of this launch
     uint32_t first_serial;  // launches from this one on may still be running
     uint32_t other_serial;
+    uint32_t released_early;  // out: a thread let the next kernel start before it had waited for those ahead
 };
 
 static Lane lanes[MAX_THREADS];

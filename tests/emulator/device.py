@@ -76,11 +76,13 @@ class _Launch(ctypes.Structure):
         ("serial", ctypes.c_uint32),
         ("first_serial", ctypes.c_uint32),
         ("other_serial", ctypes.c_uint32),
+        ("released_early", ctypes.c_uint32),
     )
 
 
 class Running:
-    """Launches that a card might not have ended yet: those behind the last wait, copy, or launch without pdl."""
+    """Launches that a card might not have ended yet: those behind the last wait, copy, or launch without pdl, and from
+    the last one on that let the next one start only after its own wait."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -92,6 +94,11 @@ class Running:
             self.end_all()
         self._names.append(variant)
         return self._first + len(self._names) - 1, self._first
+
+    def end_before(self, number: int) -> None:
+        """The launches in front of this one have ended."""
+        del self._names[: number - self._first]
+        self._first = number
 
     def end_all(self) -> None:
         """Everything launched so far has ended."""
@@ -264,7 +271,7 @@ class EmulatedKernel:
         request = _Launch(
             ctypes.addressof(params), spec.variant.encode(), ctypes.addressof(error), ctypes.addressof(regions),
             len(regions), ctypes.sizeof(params), _ERROR_BYTES, 0, grid, spec.threads, spec.shared_bytes,
-            self._device.cpu_seconds, pdl, serial, first, 0,
+            self._device.cpu_seconds, pdl, serial, first, 0, 0,
         )  # fmt: skip
         began = time.perf_counter()
         with _ONE_LAUNCH:
@@ -278,6 +285,8 @@ class EmulatedKernel:
             if request.fault_address:
                 message += f", {self._device.memory.describe(request.fault_address)}"
             raise KernelError(message)
+        if not request.released_early:
+            self._device.running.end_before(serial)
 
 
 class EmulatedDevice:

@@ -61,6 +61,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) mistake(const 
 #elif MISTAKE == 17  // writes in front of it
     p.out[t] = static_cast<uint32_t>(t);
     grid_dependency_wait();
+#elif MISTAKE == 19  // none: lets the next kernel start after its own wait
+    grid_dependency_wait();
+    grid_dependency_launch();
+#elif MISTAKE == 20  // none: lets it start before
+    grid_dependency_launch();
+    grid_dependency_wait();
 #elif MISTAKE == 18  // a copy into a buffer that other warps still read
     smem[t] = static_cast<uint32_t>(t);
     __syncthreads();

@@ -283,7 +283,9 @@ DEVICE void cp_async_wait() {
 
 DEVICE void grid_dependency_wait() { emulator::current->waited = true; }
 
-DEVICE void grid_dependency_launch() {}
+DEVICE void grid_dependency_launch() {
+    if (emulator::launch->pdl && !emulator::current->waited) emulator::launch->released_early = 1;
+}
 
 template <typename T>
 DEVICE T load_global(const void* global) {

@@ -102,6 +102,17 @@ def test_what_earlier_kernels_wrote_may_be_read_early_once_they_have_ended() -> 
         device.kernel(spec_of(16)).launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=True)
 
 
+@pytest.mark.parametrize("between, is_fine", [(19, True), (20, False)])
+def test_a_kernel_that_releases_after_its_wait_says_that_those_ahead_have_ended(between: int, is_fine: bool) -> None:
+    with EmulatedDevice(watch=True) as device:
+        out, stream = device.put(np.zeros(THREADS, np.uint32)), device.stream()
+        for which in (0, between):
+            device.kernel(spec_of(which)).launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=which != 0)
+        early = device.kernel(spec_of(16))
+        with nullcontext() if is_fine else pytest.raises(KernelError, match=r"in front of grid_dependency_wait\(\)"):
+            early.launch((1, 1, 1), MistakeParams(out, 0), stream, pdl=True)
+
+
 def test_a_dependent_launch_that_never_waits_is_refused() -> None:
     with EmulatedDevice() as device:
         out, kernel = device.allocate(4 * THREADS), device.kernel(spec_of(0))
