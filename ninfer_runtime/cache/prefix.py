@@ -194,6 +194,3 @@ class PrefixCache:
         else:
             reason = MissReason.NO_STATE if match.n_tokens > n_tokens else MissReason.NONE
         return Reuse(n_tokens, match.n_tokens, reason, first_difference)
-
-
-ReuseCache = PrefixCache | NoCache

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from ninfer_format.errors import NinferError
-from ninfer_runtime.serve import fields, info, openai_chat, openai_completions, tokens
+from ninfer_runtime.serve import anthropic, fields, info, openai_chat, openai_completions, openai_responses, tokens
 from ninfer_runtime.serve.answering import ClientGoneError
 from ninfer_runtime.serve.auth import Gate
 from ninfer_runtime.serve.errors import ApiError, dialect_of, problem_of
@@ -36,8 +36,6 @@ CORS_HEADERS = (
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
 ANSWERED = "ninfer.answered"
 """Key in the ASGI scope of a request whose unforeseen failure has had its response."""
-OPTIONAL_APIS = ("openai_responses", "anthropic")
-"""Modules with ``add_routes(app, service)``."""
 
 
 def build_app(service: Service) -> Any:
@@ -63,7 +61,8 @@ def build_app(service: Service) -> Any:
     add_info_routes(app, service)
     add_token_routes(app, service)
     add_openai_routes(app, service)
-    add_other_apis(app, service)
+    openai_responses.add_routes(app, service)
+    anthropic.add_routes(app, service)
     if service.settings.with_page:
         add_page(app)
     add_error_handlers(app, service)
@@ -94,19 +93,6 @@ def add_openai_routes(app: FastAPI, service: Service) -> None:
         question = openai_completions.question_of(service, values)
         writer_of = openai_completions.CompletionWriter
         return AnswerResponse(service, question, lambda answers: writer_of(service, values, answers))
-
-
-def add_other_apis(app: FastAPI, service: Service) -> None:
-    """The APIs that are modules of their own."""
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    for name in OPTIONAL_APIS:
-        module = f"ninfer_runtime.serve.{name}"
-        if find_spec(module) is not None:
-            add_routes = getattr(import_module(module), "add_routes", None)
-            if add_routes is not None:
-                add_routes(app, service)
 
 
 def add_info_routes(app: FastAPI, service: Service) -> None:
