@@ -55,7 +55,8 @@ class EngineCore:
         """Queue a checked request; ``deadline`` on the clock of ``time.perf_counter``."""
         n_new = self._n_new(handle)
         n_pages = pages_for(handle.n_prompt + n_new - 1)
-        self.scheduler.add(Waiting(handle, n_pages, time.perf_counter(), deadline))
+        prompt = np.asarray(handle.request.token_ids, np.int32)
+        self.scheduler.add(Waiting(handle, prompt, n_pages, time.perf_counter(), deadline))
 
     def step(self) -> bool:
         """Do one piece of work; False when there is none. A fault of the program ends every request and is raised."""
@@ -147,9 +148,8 @@ class EngineCore:
     def _admit(self) -> None:
         """Start the next prompt, if a slot and its pages are there."""
         for waiting, slot in self.scheduler.candidates():
-            prompt = np.asarray(waiting.handle.request.token_ids, np.int32)
             request = waiting.handle.request
-            begun = self.cache.begin(slot, request.anchors, prompt, waiting.n_pages, look_up=request.reuse)
+            begun = self.cache.begin(slot, request.anchors, waiting.prompt, waiting.n_pages, look_up=request.reuse)
             if begun is None:
                 continue
             lane = self._lane(waiting, slot=slot, pages=tuple(begun.pages), reuse=begun.reuse)

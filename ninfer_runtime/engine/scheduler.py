@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ninfer_format.errors import QueueTimeoutError
+from ninfer_runtime.backends.base import Int32s
 from ninfer_runtime.engine.handle import Handle
 from ninfer_runtime.engine.lane import Lane
 
@@ -30,9 +31,11 @@ class Move(Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A request in the queue: ``n_pages`` it needs to run to its end, and until when it may wait (None: for ever)."""
+    """A request in the queue: ``prompt`` int32 [n], ``n_pages`` it needs to run to its end, and until when it may wait
+    (None: for ever; seconds of the scheduler's clock)."""
 
     handle: Handle
+    prompt: Int32s
     n_pages: int
     queued_at: float
     deadline: float | None = None
