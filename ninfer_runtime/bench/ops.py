@@ -138,7 +138,7 @@ def _chains(
     n_bytes: dict[str, tuple[int, ...]],
 ) -> list[Chain]:
     from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall
-    from ninfer_runtime.backends.cuda.weights import GdnTensors
+    from ninfer_runtime.backends.cuda.weights import GdnTensors, MlpTensors
 
     kinds: dict[str, list[LinearSmall]] = {}
 
@@ -149,8 +149,9 @@ def _chains(
         mixer = "gdn" if isinstance(layer.mixer, GdnTensors) else "attention"
         add(f"{mixer}/input", layer.mixer.inputs.matrices, "store")
         add(f"{mixer}/output", [layer.mixer.output], "residual")
-        add("mlp/gate_up", [layer.gate_up], "swiglu")
-        add("mlp/down", [layer.down], "residual")
+        if isinstance(layer.ffn, MlpTensors):
+            add("mlp/gate_up", [layer.ffn.gate_up], "swiglu")
+            add("mlp/down", [layer.ffn.down], "residual")
     add("head", [weights.head], "store")
     return [Chain(kind, tuple(found), sum(n_bytes[kind])) for kind, found in kinds.items()]
 

@@ -174,9 +174,7 @@ class DraftPass:
         )
         residual = Residual(x, a.ss, a.normed, layer.post_attention_norm.pointer)
         block.output.launch(stream, t, a.mixed, residual=residual)
-        ffn = Output(a.ffn, stride=activation_stride(layer.down.k))
-        block.gate_up.launch(stream, t, a.normed, self._rms(block.output.ss_parts), (ffn,))
-        block.down.launch(stream, t, a.ffn, residual=Residual(x, a.ss))
+        block.ffn.launch(stream, t, a, self._rms(block.output.ss_parts), Residual(x, a.ss))
 
     def _rms(self, n_parts: int) -> RmsScale:
         return RmsScale(self._regions.activations.ss, n_parts, self._spec.text.hidden, self._spec.norm_eps)
@@ -225,8 +223,7 @@ class DraftPass:
         )
         self._prompt.output(stream, layer, n_read)
         self._norm.launch(stream, n_read, m.x, tensors.layer.post_attention_norm.pointer, a.normed)
-        self._prompt.gate_up(stream, layer, n_read)
-        self._prompt.down(stream, layer, n_read)
+        self._prompt.ffn(stream, layer, n_read)
 
     def prompt_states(
         self, slot: int, start: int, n_tokens: int, anchor: int, position: int, n_drafts: int

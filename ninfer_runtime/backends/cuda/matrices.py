@@ -13,19 +13,52 @@ from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offsets, output_widths
 from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
-from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual
+from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, activation_stride
-from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors
+from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors, MlpTensors, MoeTensors
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSmall:
+    """A dense feed-forward network in rounds: two launches."""
+
+    gate_up: LinearSmall
+    down: LinearSmall
+
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """Its kernel variants."""
+        return [*self.gate_up.specs, *self.down.specs]
+
+    @property
+    def ss_parts(self) -> int:
+        """Parts of Σ x² that it leaves per column."""
+        return self.down.ss_parts
+
+    def prepare(self) -> None:
+        """Before the first launch."""
+        self.gate_up.prepare()
+        self.down.prepare()
+
+    def launch(self, stream: Stream, n_columns: int, a: Activations, rstd: RmsScale | None, residual: Residual) -> None:
+        """``a.normed`` → ``residual``; its inner columns go through ``a.ffn``."""
+        ffn = linear_small.Output(a.ffn, stride=activation_stride(self.down.matrices[0].k))
+        self.gate_up.launch(stream, n_columns, a.normed, rstd, (ffn,))
+        self.down.launch(stream, n_columns, a.ffn, residual=residual)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSmall:
-    """A layer's four launches in rounds."""
+    """A layer's launches in rounds."""
 
     inputs: LinearSmall
     output: LinearSmall
-    gate_up: LinearSmall
-    down: LinearSmall
+    ffn: MlpSmall
+
+    @property
+    def parts(self) -> tuple[LinearSmall | MlpSmall, ...]:
+        """In launch order."""
+        return (self.inputs, self.output, self.ffn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +79,15 @@ class SmallMatrices:
         def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
             return LinearSmall(device, taker, matrices, epilogue, max_columns, regions.linear_small_workspace)
 
+        def ffn(of: MlpTensors | MoeTensors) -> MlpSmall:
+            assert isinstance(of, MlpTensors)
+            return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"))
+
         self.layers = [
             LayerSmall(
                 inputs=small(layer.mixer.inputs.matrices, "store"),
                 output=small((layer.mixer.output,), "residual"),
-                gate_up=small((layer.gate_up,), "swiglu"),
-                down=small((layer.down,), "residual"),
+                ffn=ffn(layer.ffn),
             )
             for layer in regions.weights.blocks
         ]
@@ -62,9 +98,9 @@ class SmallMatrices:
             self.draft = DraftSmall(projection, self.head if draft.head is None else small((draft.head,), "store"))
 
     @property
-    def launches(self) -> list[LinearSmall]:
+    def launches(self) -> list[LinearSmall | MlpSmall]:
         """All of them."""
-        each = [launch for layer in self.layers for launch in (layer.inputs, layer.output, layer.gate_up, layer.down)]
+        each = [launch for layer in self.layers for launch in layer.parts]
         own = [] if self.draft is None else [self.draft.input_projection, self.draft.head]
         return list(dict.fromkeys([*each, self.head, *own]))
 
@@ -80,13 +116,20 @@ class SmallMatrices:
 
 
 @dataclass(frozen=True, slots=True)
+class MlpLarge:
+    """A dense feed-forward network in prompt chunks."""
+
+    gate_up: LinearLarge
+    down: LinearLarge
+
+
+@dataclass(frozen=True, slots=True)
 class LayerLarge:
-    """A layer's four launches in prompt chunks."""
+    """A layer's launches in prompt chunks."""
 
     inputs: LinearLarge
     output: LinearLarge
-    gate_up: LinearLarge
-    down: LinearLarge
+    ffn: MlpLarge
 
 
 class LargeMatrices:
@@ -98,12 +141,15 @@ class LargeMatrices:
         def large(matrices: tuple[PackedMatrix, ...], epilogue: Epilogue, n: int = max_tokens) -> LinearLarge:
             return LinearLarge(device, matrices, epilogue, max_tokens=n, workspace=workspace)
 
+        def ffn(of: MlpTensors | MoeTensors) -> MlpLarge:
+            assert isinstance(of, MlpTensors)
+            return MlpLarge(large((of.gate_up,), Epilogue.SWIGLU), large((of.down,), Epilogue.RESIDUAL))
+
         self.layers = [
             LayerLarge(
                 inputs=large(layer.mixer.inputs.matrices, Epilogue.STORE),
                 output=large((layer.mixer.output,), Epilogue.RESIDUAL),
-                gate_up=large((layer.gate_up,), Epilogue.SWIGLU),
-                down=large((layer.down,), Epilogue.RESIDUAL),
+                ffn=ffn(layer.ffn),
             )
             for layer in regions.weights.blocks
         ]
@@ -116,12 +162,10 @@ def large_specs(regions: Regions) -> list[KernelSpec]:
     """Every variant that ``LargeMatrices`` may launch, once."""
     out: dict[KernelSpec, None] = {}
     for layer in regions.weights.blocks:
-        for matrices, epilogue in (
-            (layer.mixer.inputs.matrices, Epilogue.STORE),
-            ((layer.mixer.output,), Epilogue.RESIDUAL),
-            ((layer.gate_up,), Epilogue.SWIGLU),
-            ((layer.down,), Epilogue.RESIDUAL),
-        ):
+        launches = [(layer.mixer.inputs.matrices, Epilogue.STORE), ((layer.mixer.output,), Epilogue.RESIDUAL)]
+        if isinstance(layer.ffn, MlpTensors):
+            launches += [((layer.ffn.gate_up,), Epilogue.SWIGLU), ((layer.ffn.down,), Epilogue.RESIDUAL)]
+        for matrices, epilogue in launches:
             out.update(dict.fromkeys(linear_large.specs(matrices, epilogue)))
     out.update(dict.fromkeys(linear_large.specs((regions.weights.head,), Epilogue.STORE)))
     if (draft := regions.weights.draft) is not None:
@@ -165,21 +209,16 @@ class PromptMatrices:
         of = self._small.layers[layer].output, self._large.layers[layer].output
         self._add(stream, *of, self._activations.mixed, n_tokens)
 
-    def gate_up(self, stream: Stream, layer: int, n_tokens: int) -> None:
-        """``normed`` → ``ffn``."""
-        a, matrix, down = self._activations, self._layers[layer].gate_up, self._layers[layer].down
-        out_stride, stride = activation_stride(down.k), activation_stride(matrix.k)
+    def ffn(self, stream: Stream, layer: int, n_tokens: int) -> None:
+        """``x`` += the feed-forward network of ``normed``."""
+        a, small, large = self._activations, self._small.layers[layer].ffn, self._large.layers[layer].ffn
         if n_tokens <= self._max_columns:
-            outputs = (linear_small.Output(a.ffn, stride=out_stride),)
-            self._small.layers[layer].gate_up.launch(stream, n_tokens, a.normed, None, outputs)
+            small.launch(stream, n_tokens, a, None, Residual(a.x, a.ss))
             return
-        wide = (linear_large.Output(a.ffn, stride=out_stride),)
-        self._large.layers[layer].gate_up.launch(stream, n_tokens, a.normed, stride, wide)
-
-    def down(self, stream: Stream, layer: int, n_tokens: int) -> None:
-        """``x`` += down · ``ffn``."""
-        of = self._small.layers[layer].down, self._large.layers[layer].down
-        self._add(stream, *of, self._activations.ffn, n_tokens)
+        gate_up, down = small.gate_up.matrices[0], small.down.matrices[0]
+        wide = (linear_large.Output(a.ffn, stride=activation_stride(down.k)),)
+        large.gate_up.launch(stream, n_tokens, a.normed, activation_stride(gate_up.k), wide)
+        self._add(stream, small.down, large.down, a.ffn, n_tokens)
 
     def project(self, stream: Stream, n_tokens: int, columns: int) -> None:
         """``x`` += input projection · ``columns``, of the draft layer."""

@@ -6,6 +6,7 @@ after that.
 
 from dataclasses import dataclass
 
+from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.checks import check_proposer, require
@@ -26,7 +27,7 @@ from ninfer_runtime.backends.cuda.ops.round_begin import CountsMemory
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundLayout, RoundMemory
 from ninfer_runtime.backends.cuda.ops.sampling import SamplerMemory, SamplerShape
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, activation_stride
-from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, plan_weights
+from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, MlpTensors, plan_weights
 from ninfer_runtime.models.binder import BoundModel
 
 HEAD_ROWS = 64
@@ -156,7 +157,12 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     hidden_tiles = -(-text.hidden // TILE_ROWS)
     inputs_bytes = max(input_offsets(layer.mixer.inputs, n_tokens)[-1] for layer in weights.blocks)
     mixed_width = max(activation_stride(layer.mixer.output.k) for layer in weights.blocks)
-    ffn_width = max(activation_stride(layer.down.k) for layer in weights.blocks)
+    if any(not isinstance(layer.ffn, MlpTensors) for layer in weights.blocks):
+        raise UnsupportedError(
+            f"{model.artifact.path}: {spec.architecture} has mixture-of-experts layers, the cuda backend "
+            "runs dense models; use --backend reference"
+        )
+    ffn_width = max(activation_stride(layer.ffn.matrices[-1].k) for layer in weights.blocks)
     logits_stride = up(text.vocab_rows, 4)
     layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, limits.max_rows, limits.max_columns)
     prompt_layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, 1, 1)

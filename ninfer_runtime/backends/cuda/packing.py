@@ -104,6 +104,8 @@ class PackedMatrix:
 
     ``interleaved``: rows are gate rows followed by as many up rows; tile row i holds gate rows 8i..8i+7 and then the
     up rows of the same numbers, so that one thread has both halves of a SwiGLU pair.
+    ``n_experts``: matrices of equal shape one after the other, a bank; each is packed by itself, its tile rows follow
+    those of the one before.
     """
 
     name: str
@@ -112,22 +114,30 @@ class PackedMatrix:
     k: int
     pointer: int = 0
     interleaved: bool = False
+    n_experts: int = 1
     tile: TileFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tile", tile_format(self.format))
-        if self.interleaved and self.n_rows % 2:
+        if self.n_rows % self.n_experts:
+            raise SignatureError(f"{self.name}: {self.n_rows} rows are not {self.n_experts} matrices of equal number")
+        if self.interleaved and self.n_rows // self.n_experts % 2:
             raise SignatureError(f"{self.name}: {self.n_rows} rows are not gate and up rows of equal number")
 
     @property
     def n_outputs(self) -> int:
-        """Rows of the result: half of the rows when gate and up are interleaved."""
-        return self.n_rows // 2 if self.interleaved else self.n_rows
+        """Rows of the result of one of the matrices: half of the rows when gate and up are interleaved."""
+        return self.n_rows // self.n_experts // (2 if self.interleaved else 1)
+
+    @property
+    def expert_tiles(self) -> int:
+        """Tile rows of one of the matrices."""
+        return -(-self.n_outputs // (TILE_ROWS // 2 if self.interleaved else TILE_ROWS))
 
     @property
     def n_tiles(self) -> int:
         """Tile rows."""
-        return -(-self.n_outputs // (TILE_ROWS // 2 if self.interleaved else TILE_ROWS))
+        return self.n_experts * self.expert_tiles
 
     @property
     def k_padded(self) -> int:
@@ -151,17 +161,18 @@ class PackedMatrix:
 
     def at(self, pointer: int) -> "PackedMatrix":
         """The same matrix stored at device address ``pointer``."""
-        return PackedMatrix(self.name, self.format, self.n_rows, self.k, pointer, self.interleaved)
+        return PackedMatrix(self.name, self.format, self.n_rows, self.k, pointer, self.interleaved, self.n_experts)
 
 
 def tile_row_sources(matrix: PackedMatrix) -> npt.NDArray[np.int64]:
     """Matrix row held by each of the ``n_tiles`` · 16 packed rows; −1 for padding."""
     count = TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS
-    rows = np.arange(matrix.n_tiles * count).reshape(-1, count)
+    rows = np.arange(matrix.expert_tiles * count).reshape(-1, count)
     rows = np.where(rows < matrix.n_outputs, rows, -1)
     if matrix.interleaved:
         rows = np.concatenate([rows, np.where(rows < 0, -1, rows + matrix.n_outputs)], axis=1)
-    return rows.reshape(-1)
+    first = np.arange(matrix.n_experts)[:, None, None] * (matrix.n_rows // matrix.n_experts)
+    return np.where(rows < 0, -1, rows + first).reshape(-1)
 
 
 def pair_columns() -> npt.NDArray[np.int64]:

@@ -102,8 +102,7 @@ class PromptPass:
             self._attend(stream, tensors.mixer, self._ordinals[layer], start, n_tokens)
         self._matrices.output(stream, layer, n_tokens)
         self._norm.launch(stream, n_tokens, a.x, tensors.post_attention_norm.pointer, a.normed)
-        self._matrices.gate_up(stream, layer, n_tokens)
-        self._matrices.down(stream, layer, n_tokens)
+        self._matrices.ffn(stream, layer, n_tokens)
 
     def logits(self, stream: Stream, tokens: Sequence[int]) -> None:
         """Logits of consecutive tokens of the last chunk: rows 0.. of ``logits``."""

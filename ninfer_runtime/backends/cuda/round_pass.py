@@ -128,10 +128,9 @@ class RoundPass:
             residual = Residual(a.x, a.ss, a.normed, post_norm)
             small.output.launch(stream, t, a.mixed, residual=residual, pdl=self.early.after_mixer)
             n_parts = small.output.ss_parts
-            ffn = Output(a.ffn, stride=activation_stride(layer.down.k))
-            small.gate_up.launch(stream, t, a.normed, self._rms(n_parts), (ffn,))
-            small.down.launch(stream, t, a.ffn, residual=Residual(a.x, a.ss, a.normed, following.pointer))
-            n_parts = small.down.ss_parts
+            residual = Residual(a.x, a.ss, a.normed, following.pointer)
+            small.ffn.launch(stream, t, a, self._rms(n_parts), residual)
+            n_parts = small.ffn.ss_parts
         logits = Output(a.logits, is_float=True, stride=up(text.vocab_rows, 4))
         self._small.head.launch(stream, t, a.normed, self._rms(n_parts), (logits,))
         self._sampler.launch(stream, n_rows, n_columns, a.logits)

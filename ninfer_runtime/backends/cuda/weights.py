@@ -10,10 +10,12 @@ from types import MappingProxyType
 
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import ArtifactError, UnsupportedError
+from ninfer_format.model_geometry import TextGeometry
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.loader import Piece, Upload
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix
 from ninfer_runtime.models.binder import BoundModel
+from ninfer_runtime.models.moe import MoeWeights
 from ninfer_runtime.models.qwen3_5 import AttentionWeights, GdnWeights, MlpWeights
 from ninfer_runtime.models.registry import LayerWeights
 from ninfer_runtime.models.views import View
@@ -76,14 +78,51 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class MlpTensors:
+    """A dense feed-forward network: interleaved gate and up, and down."""
+
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        """In the order a token meets them."""
+        return (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeTensors:
+    """A mixture of experts with one shared expert.
+
+    ``router`` [experts + 1, hidden], in its last row the gate of the shared expert; ``routed_gate_up`` and
+    ``routed_down`` are banks of all experts; gate and up are interleaved (in the bank per expert).
+    """
+
+    router: PackedMatrix
+    routed_gate_up: PackedMatrix
+    routed_down: PackedMatrix
+    shared: MlpTensors
+    experts_per_token: int
+
+    @property
+    def n_experts(self) -> int:
+        """Routed experts."""
+        return self.routed_gate_up.n_experts
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        """In the order a token meets them."""
+        return (self.router, *self.shared.matrices, self.routed_gate_up, self.routed_down)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One decoder block."""
 
     input_norm: RawTensor
     mixer: GdnTensors | AttentionTensors
     post_attention_norm: RawTensor
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    ffn: MlpTensors | MoeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +160,7 @@ class DeviceWeights:
         """Every packed matrix, in the order a token meets them."""
         out: list[PackedMatrix] = []
         for layer in self.blocks:
-            out += [*layer.mixer.inputs.matrices, layer.mixer.output, layer.gate_up, layer.down]
+            out += [*layer.mixer.inputs.matrices, layer.mixer.output, *layer.ffn.matrices]
         out.append(self.head)
         if self.draft is not None:
             out += [self.draft.input_projection]
@@ -158,7 +197,7 @@ class _Placer:
             raise ArtifactError(f"{self._path}: object {name!r} is a resource, expected a tensor")
         return entry
 
-    def packed(self, view: View, *, interleaved: bool = False) -> PackedMatrix:
+    def packed(self, view: View, *, interleaved: bool = False, n_experts: int = 1) -> PackedMatrix:
         """The whole matrix that ``view`` is on."""
         entry = self.entry(view.name)
         if entry.format not in TILE_FORMATS:
@@ -166,7 +205,7 @@ class _Placer:
                 f"{self._path}: {view.name} is stored in {entry.format}, the cuda backend runs "
                 f"{', '.join(TILE_FORMATS)}; use --backend reference"
             )
-        matrix = PackedMatrix(view.name, entry.format, entry.shape[0], entry.shape[1], 0, interleaved)
+        matrix = PackedMatrix(view.name, entry.format, entry.shape[0], entry.shape[1], 0, interleaved, n_experts)
         return matrix.at(self._taker.take(f"weights/{view.name}", matrix.n_bytes))
 
     def raw(self, view: View) -> RawTensor:
@@ -205,12 +244,22 @@ def plan_weights(model: BoundModel, taker: Taker, *, drafts: bool = False, draft
     return DeviceWeights(embedding, layers, final_norm, head, draft)
 
 
+def _mlp(w: MlpWeights, place: _Placer) -> MlpTensors:
+    return MlpTensors(gate_up=place.packed(w.gate, interleaved=True), down=place.packed(w.down))
+
+
+def _moe(w: MoeWeights, text: TextGeometry, place: _Placer) -> MoeTensors:
+    assert w.router.name == w.shared_gate.name  # the architecture has no other naming
+    return MoeTensors(
+        router=place.packed(w.router),
+        shared=_mlp(w.shared, place),
+        routed_gate_up=place.packed(w.routed_gate_up, interleaved=True, n_experts=text.n_experts),
+        routed_down=place.packed(w.routed_down, n_experts=text.n_experts),
+        experts_per_token=text.experts_per_token,
+    )
+
+
 def _block(model: BoundModel, w: LayerWeights, place: _Placer) -> LayerTensors:
-    if not isinstance(w.ffn, MlpWeights):
-        raise UnsupportedError(
-            f"{model.artifact.path}: {model.spec.architecture} has mixture-of-experts layers, the cuda backend "
-            "runs dense models; use --backend reference"
-        )
     mixer: GdnTensors | AttentionTensors
     if isinstance(w.mixer, GdnWeights):
         mixer = GdnTensors(
@@ -232,8 +281,7 @@ def _block(model: BoundModel, w: LayerWeights, place: _Placer) -> LayerTensors:
         input_norm=place.raw(w.input_norm),
         mixer=mixer,
         post_attention_norm=place.raw(w.post_attention_norm),
-        gate_up=place.packed(w.ffn.gate, interleaved=True),
-        down=place.packed(w.ffn.down),
+        ffn=_mlp(w.ffn, place) if isinstance(w.ffn, MlpWeights) else _moe(w.ffn, model.spec.text, place),
     )
 
 

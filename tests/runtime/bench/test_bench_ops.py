@@ -53,7 +53,7 @@ def measured(model: BoundModel, monkeypatch: pytest.MonkeyPatch, *, damage: bool
     with EmulatedDevice() as device:
         weights = loaded(model, device)
         if damage:
-            down = weights.layers[-1].down
+            down = weights.layers[-1].ffn.matrices[-1]
             device.fill(down.pointer, 0, down.n_bytes, device.stream())
         program = SimpleNamespace(device=device, weights=weights)
         run = SimpleNamespace(program=program, artifact=model.artifact, identity="tiny/w")

@@ -1,8 +1,9 @@
 // Rows of a matrix as the file stores them -> "tiles" (packing.py, the oracle; bit-exact). Row-split planes of Q4, Q5, Q6
 // and W8 (specs/layouts.md §2), or bf16 words. One warp per (tile row, step) block, a lane writes its own words.
 // Alignment: base plane 32 bytes, high plane 8, scales 2, bf16 rows 2, out 64. Rows come in two runs: the first gives rows
-// 0..7 of every tile row, the second rows 8..15; tile row i starts at row stride * i of a run. Rows past n_rows of a run and
-// columns past K are padding: code 0, scale 0.
+// 0..7 of every tile row, the second rows 8..15; tile row i starts at row stride * i of a run. Experts follow each other
+// every expert_rows rows of both runs and have expert_tiles tile rows. Rows past n_rows of a run (of an expert) and columns
+// past K are padding: code 0, scale 0.
 #include "tiles.cuh"
 
 #ifndef FORMAT
@@ -20,6 +21,8 @@ struct RepackParams {
     int k_steps;
     int k;         // bf16: words of a row
     int groups;    // of a row in the file
+    int expert_tiles;
+    int expert_rows;
 };
 
 constexpr int BITS = FORMAT == Q4 ? 4 : FORMAT == Q5 ? 5 : FORMAT == Q6 ? 6 : FORMAT == W8 ? 8 : 16;
@@ -27,8 +30,9 @@ constexpr int HIGH_BITS = FORMAT == Q5 ? 1 : FORMAT == Q6 ? 2 : 0;
 constexpr uint32_t BIAS = FORMAT <= Q6 ? 1u << (BITS - 1) : 0u;
 
 // Offset-binary code (W8: two's complement, bf16: word) at a column, counted from the start of the row.
-DEVICE uint32_t code_at(const RepackParams& p, int run, int row, int column) {
+DEVICE uint32_t code_at(const RepackParams& p, int run, int expert, int row, int column) {
     if (row >= p.n_rows[run]) return BIAS;
+    row += expert * p.expert_rows;
     if constexpr (FORMAT == BF16) {
         if (column >= p.k) return 0;
         return reinterpret_cast<const uint16_t*>(p.base[run])[static_cast<size_t>(row) * p.k + column];
@@ -50,9 +54,9 @@ DEVICE uint32_t code_at(const RepackParams& p, int run, int row, int column) {
 DEVICE uint32_t pair_at(const RepackParams& p, int tile, int column, int pair) {
     const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
     const int j = pair / 4, i = pair % 4, run = i % 2;
-    const int row = tile * p.row_stride + g;
+    const int expert = tile / p.expert_tiles, row = tile % p.expert_tiles * p.row_stride + g;
     const int at = column + 32 * (j / 2) + 8 * t + 4 * (j % 2) + 2 * (i / 2);
-    return code_at(p, run, row, at) | code_at(p, run, row, at + 1) << 16;
+    return code_at(p, run, expert, row, at) | code_at(p, run, expert, row, at + 1) << 16;
 }
 
 DEVICE void pack_words(uint32_t (&words)[Tile<FORMAT>::WORDS], const RepackParams& p, int tile, int column) {
@@ -112,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) repack(const _
         }
         if constexpr (L::SCALE_BYTES > 0) {
             // Word i of the scales: row g = i / 4 of run i / 2 % 2, group i % 2.
-            const int run = lane / 2 % 2, row = tile * p.row_stride + lane / 4;
+            const int run = lane / 2 % 2, row = tile % p.expert_tiles * p.row_stride + lane / 4;
+            const size_t at = static_cast<size_t>(tile / p.expert_tiles) * p.expert_rows + row;
             uint16_t scale = 0;
             if (row < p.n_rows[run])
-                scale = reinterpret_cast<const uint16_t*>(p.scales[run])[static_cast<size_t>(row) * p.groups + step * 2 +
-                                                                         lane % 2];
+                scale = reinterpret_cast<const uint16_t*>(p.scales[run])[at * p.groups + step * 2 + lane % 2];
             reinterpret_cast<uint16_t*>(out + L::SCALES_AT)[lane] = scale;
         }
     }

@@ -35,6 +35,8 @@ class RepackParams(ctypes.Structure):
         ("k_steps", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("groups", ctypes.c_int32),
+        ("expert_tiles", ctypes.c_int32),
+        ("expert_rows", ctypes.c_int32),
     )
 
 
@@ -79,13 +81,19 @@ def uploads(
 ) -> list[Upload]:
     """Uploads that together fill ``matrix``, whose object begins at file offset ``file_begin``.
 
-    The object holds all rows, gate rows first where they are interleaved. A tile row is never divided, so one upload
-    stages more than ``max_staging_bytes`` when a tile row does not fit.
+    The object holds all rows, gate rows first where they are interleaved. A tile row, and an expert of a bank, is never
+    divided, so one upload stages more than ``max_staging_bytes`` when one does not fit.
     """
     planes = _planes(matrix)
-    per_tile = TILE_ROWS * sum(plane.row_bytes for plane in planes)
+    row_bytes = sum(plane.row_bytes for plane in planes)
     slack = 2 * len(planes) * _ALIGNMENT
-    step = max(1, (max_staging_bytes - slack) // per_tile)
+    if matrix.n_experts > 1:
+        step = max(1, (max_staging_bytes - slack) // (matrix.n_rows // matrix.n_experts * row_bytes))
+        return [
+            _upload_experts(device, matrix, planes, file_begin, first, min(first + step, matrix.n_experts))
+            for first in range(0, matrix.n_experts, step)
+        ]
+    step = max(1, (max_staging_bytes - slack) // (TILE_ROWS * row_bytes))
     return [
         _upload(device, matrix, planes, file_begin, first, min(first + step, matrix.n_tiles))
         for first in range(0, matrix.n_tiles, step)
@@ -116,6 +124,28 @@ def _upload(
     return Upload(f"{matrix.name}[{first}:{end}]", tuple(pieces), at, finish)
 
 
+def _upload_experts(
+    device: Device, matrix: PackedMatrix, planes: Sequence[_Plane], file_begin: int, first: int, end: int
+) -> Upload:
+    """Experts ``first`` to ``end`` of a bank: their rows lie together in every plane."""
+    n_rows = matrix.n_rows // matrix.n_experts
+    second = matrix.n_outputs if matrix.interleaved else TILE_ROWS // 2  # where the second run begins
+    pieces, staged, at = [], [], 0
+    for plane in planes:
+        n_bytes = (end - first) * n_rows * plane.row_bytes
+        pieces.append(Piece(file_begin + plane.offset + first * n_rows * plane.row_bytes, n_bytes, at))
+        staged.append(at)
+        at = up(at + n_bytes, _ALIGNMENT)
+    rest = (offset + second * plane.row_bytes for offset, plane in zip(staged, planes, strict=True))
+    runs = (
+        _Run(matrix.n_outputs, tuple(staged)),
+        _Run(matrix.n_outputs if matrix.interleaved else max(0, n_rows - second), tuple(rest)),
+    )
+    stride, tiles = (TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS), matrix.expert_tiles
+    finish = partial(_launch, device, matrix, runs, stride, first * tiles, (end - first) * tiles)
+    return Upload(f"{matrix.name}[{first}:{end}]", tuple(pieces), at, finish)
+
+
 def _launch(
     device: Device,
     matrix: PackedMatrix,
@@ -135,6 +165,8 @@ def _launch(
     p.out = matrix.pointer + first * matrix.k_steps * matrix.block_bytes
     p.row_stride, p.n_tiles, p.k_steps, p.k = stride, n_tiles, matrix.k_steps, matrix.k
     p.groups = matrix.k_padded // matrix.tile.group if matrix.tile.group else 0
+    p.expert_tiles = matrix.expert_tiles if matrix.n_experts > 1 else n_tiles
+    p.expert_rows = matrix.n_rows // matrix.n_experts
     blocks = -(-n_tiles * matrix.k_steps // (_THREADS // 32))
     grid = (min(blocks, _BLOCKS_PER_SM * device.n_sms), 1, 1)
     device.kernel(kernel_spec(matrix.tile)).launch(grid, p, stream, pdl=False)
