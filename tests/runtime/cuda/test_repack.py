@@ -7,7 +7,7 @@ from ninfer_format.codec import pack_tensor
 from ninfer_format.formats import layout_for
 from ninfer_runtime.backends.cuda.loader import Upload
 from ninfer_runtime.backends.cuda.ops.repack import uploads
-from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, pack_matrix
+from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, pack_matrix, unpack_matrix
 from tests.emulator.device import EmulatedDevice
 
 FILE_BEGIN = 4096
@@ -57,6 +57,26 @@ def test_repacked_bytes_are_the_packers(format: str, n: int, k: int, interleaved
             assert sum(upload.n_bytes for upload in plan) <= len(payload)
             run(device, plan, bytes(FILE_BEGIN) + payload)
             assert np.array_equal(device.get(matrix.pointer, np.uint8, matrix.n_bytes), expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("n", [8, 21, 64])
+@pytest.mark.parametrize("format", ["Q4G64_F16S", "Q6G64_F16S", "BF16"])
+def test_experts_of_a_bank_are_packed_each_by_itself(format: str, n: int, interleaved: bool, fresh_seed: int) -> None:
+    n_experts, n_rows = 3, 2 * n if interleaved else n
+    bank = PackedMatrix("bank", format, n_experts * n_rows, 130, interleaved=interleaved, n_experts=n_experts)
+    payload, expected = random_object(bank, fresh_seed)
+    with EmulatedDevice(n_sms=2) as device:
+        bank = bank.at(device.empty(bank.n_bytes))
+        for staging in (1, 1 << 30):
+            device.fill(bank.pointer, 0xFF, bank.n_bytes, device.stream())
+            run(device, uploads(device, bank, FILE_BEGIN, staging), bytes(FILE_BEGIN) + payload)
+            assert np.array_equal(device.get(bank.pointer, np.uint8, bank.n_bytes), expected)
+    words = unpack_matrix(bank, expected)[0]
+    one = PackedMatrix("one", format, n_rows, 130, interleaved=interleaved)
+    for e in range(n_experts):
+        own = expected[e * one.n_bytes : (e + 1) * one.n_bytes]
+        assert np.array_equal(unpack_matrix(one, own)[0], words[e * n_rows : (e + 1) * n_rows])
 
 
 def test_chunks_stay_within_the_staging_memory() -> None:
