@@ -106,11 +106,11 @@ inline void prepare_context(Context& context, unsigned char* stack, size_t bytes
 
 // ---- state of the running block
 
-enum class Meeting : uint32_t { MMA_BF16, MMA_F16, MMA_S8, LDMATRIX_X4, LDMATRIX_X4_TRANS, LDMATRIX_X2, LDMATRIX_X2_TRANS,
+enum class Meeting : uint32_t { MMA_BF16, MMA_F16, MMA_S8, MMA_FP4, LDMATRIX_X4, LDMATRIX_X4_TRANS, LDMATRIX_X2, LDMATRIX_X2_TRANS,
                                 SHUFFLE, BALLOT, WARP_SYNC, BARRIER, BARRIER_ARRIVE, EXIT };
 
 inline const char* meeting_name(uint32_t meeting) {
-    static const char* const names[] = {"mma_bf16", "mma_f16", "mma_s8", "ldmatrix_x4", "ldmatrix_x4_trans",
+    static const char* const names[] = {"mma_bf16", "mma_f16", "mma_s8", "mma_fp4", "ldmatrix_x4", "ldmatrix_x4_trans",
                                         "ldmatrix_x2", "ldmatrix_x2_trans", "a shuffle", "ballot", "warp_sync",
                                         "a barrier", "barrier_arrive", "the end of the kernel"};
     return names[meeting & 0xff];
@@ -118,8 +118,8 @@ inline const char* meeting_name(uint32_t meeting) {
 
 // What the lanes of one warp bring to a meeting, and what they take away.
 struct Slot {
-    alignas(64) float a[16][32];
-    alignas(64) float b[32][8];
+    alignas(64) float a[16][64];
+    alignas(64) float b[64][8];
     alignas(64) float c[16][8];
     alignas(64) int ci[16][8];
     alignas(64) uint64_t words[LANES];
@@ -284,6 +284,31 @@ inline void finish_mma_s8(Slot& slot) {
             slot.ci[row][n] = static_cast<int>(static_cast<uint32_t>(slot.ci[row][n]) + static_cast<uint32_t>(static_cast<int>(d[row][n])));
 }
 
+// An E4M3 number without a sign.
+inline float scale_value(uint32_t word) {
+    const uint32_t exponent = word >> 3 & 15, fraction = word & 7;
+    if (exponent == 15 && fraction == 7) return __builtin_nanf("");
+    return exponent == 0 ? static_cast<float>(fraction) * 0x1p-9f
+                         : __builtin_ldexpf(static_cast<float>(8 + fraction), static_cast<int>(exponent) - 10);
+}
+
+// words of lanes: scales of A, those of B above them. Operands times their scales are exact, and so are products.
+inline void finish_mma_fp4(Slot& slot, int pair_a, int lane_b) {
+    for (int block = 0; block < 4; ++block) {
+        for (int m = 0; m < 16; ++m) {
+            const auto scales = static_cast<uint32_t>(slot.words[4 * (m % 8) + 2 * pair_a + m / 8]);
+            const float scale = scale_value(scales >> 8 * block & 0xff);
+            for (int k = 16 * block; k < 16 * block + 16; ++k) slot.a[m][k] *= scale;
+        }
+        for (int n = 0; n < 8; ++n) {
+            const auto scales = static_cast<uint32_t>(slot.words[4 * n + lane_b] >> 32);
+            const float scale = scale_value(scales >> 8 * block & 0xff);
+            for (int k = 16 * block; k < 16 * block + 16; ++k) slot.b[k][n] *= scale;
+        }
+    }
+    multiply<64>(slot, *reinterpret_cast<Row(*)[16]>(slot.c));
+}
+
 inline void finish_ldmatrix(Slot& slot, int matrices, bool transposed) {
     set_quiet(true);  // each lane has answered for its own row
     for (int m = 0; m < matrices; ++m) {
@@ -323,7 +348,7 @@ inline void leave_to_host(Warp& warp, WarpState state) {
     switch_context(self->context, host);
 }
 
-// id and n_threads of a barrier are part of what lanes must agree on.
+// id and n_threads of a barrier, and an instruction's constants, are part of what lanes must agree on.
 inline uint32_t barrier_meeting(Meeting kind, int id, int n_threads) {
     return static_cast<uint32_t>(kind) | static_cast<uint32_t>(id) << 8 | static_cast<uint32_t>(n_threads) << 16;
 }
@@ -334,6 +359,7 @@ inline void finish(uint32_t meeting, Warp& warp, Slot& slot) {
         case Meeting::MMA_BF16:
         case Meeting::MMA_F16: return finish_mma(slot);
         case Meeting::MMA_S8: return finish_mma_s8(slot);
+        case Meeting::MMA_FP4: return finish_mma_fp4(slot, id, n_threads);
         case Meeting::LDMATRIX_X4: return finish_ldmatrix(slot, 4, false);
         case Meeting::LDMATRIX_X4_TRANS: return finish_ldmatrix(slot, 4, true);
         case Meeting::LDMATRIX_X2: return finish_ldmatrix(slot, 2, false);

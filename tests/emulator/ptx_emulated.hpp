@@ -244,6 +244,26 @@ DEVICE void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
     for (int i = 0; i < 4; ++i) d[i] = slot.ci[row + 8 * (i / 2)][2 * quad + i % 2];
 }
 
+template <int PAIR_A, int LANE_B>
+DEVICE void mma_fp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t scale_a,
+                    uint32_t scale_b) {
+    static_assert(PAIR_A >= 0 && PAIR_A < 2 && LANE_B >= 0 && LANE_B < 4, "what the assembler takes");
+    static const float values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    emulator::Slot& slot = emulator::open_slot();
+    const int lane = emulator::current->lane, row = lane / 4, quad = lane % 4;
+    for (int i = 0; i < 8; ++i) {
+        for (int r = 0; r < 4; ++r)
+            slot.a[row + 8 * (r % 2)][8 * quad + 32 * (r / 2) + i] = values[a[r] >> 4 * i & 15];
+        slot.b[8 * quad + i][row] = values[b0 >> 4 * i & 15];
+        slot.b[8 * quad + 32 + i][row] = values[b1 >> 4 * i & 15];
+    }
+    slot.words[lane] = scale_a | static_cast<uint64_t>(scale_b) << 32;
+    for (int i = 0; i < 4; ++i) slot.c[row + 8 * (i / 2)][2 * quad + i % 2] = d[i];
+    emulator::meet(emulator::barrier_meeting(emulator::Meeting::MMA_FP4, PAIR_A, LANE_B), slot);
+    for (int i = 0; i < 4; ++i) d[i] = slot.c[row + 8 * (i / 2)][2 * quad + i % 2];
+}
+
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared) {
     emulator_matrices::load_matrices(emulator::Meeting::LDMATRIX_X4, r, shared);
 }

@@ -40,6 +40,20 @@ DEVICE void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d[16x8] += a[16x64] b[64x8], both E2M1, eight columns of k per register, each block of 16 along k times its E4M3 scale;
+// sm_120a and its family only. scale_a: four scales of row m come from lane 4 (m % 8) + 2 PAIR_A + m / 8, byte j those of
+// k 16 j .. 16 j + 15; scale_b: those of column n from lane 4 n + LANE_B. Other lanes' words are not looked at, so one
+// register holds the scales of two operands A, or of four operands B.
+template <int PAIR_A, int LANE_B>
+DEVICE void mma_fp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t scale_a,
+                    uint32_t scale_b) {
+    asm("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0,%12}, %11, {0,%13};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(scale_a), "r"(scale_b), "n"(PAIR_A),
+          "n"(LANE_B));
+}
+
 // Four 8x8 matrices of 16-bit words; lane l gives the address of row l%8 of matrix l/8, 16-byte aligned.
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
