@@ -10,12 +10,13 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 IDS = {
+    "a": (1, 3, 4, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 20, 22, 23, 25, 26, 27, 28, 31, 32, 33, 34, 35),
     "c": (1, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16, 17, 19, 20, 21, 22, 23, 25, 26, 27, 28, 29, 30),
     "d": (1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 13, 15, 16, 17, 19, 20, 21, 22, 23),
     "e": (1, 2, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14),
     "f": (1, 2, 3, 4, 6, 7, 9),
 }
-"""c: requests, streams, a server's life; d: templates, tools, thinking; e: sampling, speculation; f: prefix reuse."""
+"""a: converter input; c: requests, streams, a server's life; d: templates, tools, thinking; e: sampling; f: reuse."""
 CASES = [f"{letter}{number}" for letter, numbers in IDS.items() for number in numbers]
 
 

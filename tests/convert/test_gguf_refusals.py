@@ -203,7 +203,7 @@ def test_expert_banks_are_stored_once_and_whole(
 
 
 def test_nan_in_a_block_scale_is_refused_with_the_index(tmp_path: Path) -> None:
-    """A22, A23"""
+    """Cases A22, A23."""
 
     def spoil(tensors: dict[str, Any]) -> None:
         blocks, kind = encode(tensors[DOWN], "Q8_0")

@@ -183,7 +183,7 @@ def test_other_recipes_encode_the_exact_values(tmp_path: Path, tool: Tool) -> No
             assert bytes(artifact.payload(entry.name)) == encode_tensor(values, format, entry.layout)
 
 
-# A17, A20: divisors and multipliers
+# Cases A17, A20: divisors and multipliers
 
 
 def test_multipliers_decode_within_an_ulp_and_powers_of_two_exactly(tmp_path: Path, fresh_seed: int) -> None:
@@ -233,7 +233,7 @@ def test_global_scales_of_both_kinds_in_one_matrix_are_refused(pair: Pair) -> No
     assert "weight_scale_2" in problem.message
 
 
-# A18: global scales that differ inside a fused matrix
+# Case A18: global scales that differ inside a fused matrix
 
 
 def differing(
@@ -324,7 +324,7 @@ def test_weight_only_source_gets_divisor_one(pair: Pair, tmp_path: Path) -> None
     assert any("no activation scale" in note for note in result.notes)
 
 
-# A19: experts
+# Case A19: experts
 
 
 def moe_pair(tmp_path: Path) -> tuple[Pair, list[str]]:

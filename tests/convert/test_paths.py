@@ -1,4 +1,4 @@
-"""Where checkpoints lie and where outputs may go: names of any script, Hub caches of links, untouched sources."""
+"""Case A33: where checkpoints lie and where outputs go. Names of any script, Hub caches of links, untouched sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ninfer_convert.pipeline import build
 from ninfer_convert.plan import ConversionPlan
-from ninfer_format import SourceError, UsageError
+from ninfer_format import Artifact, SourceError, UsageError
 from tests.convert.tiny import TinyCheckpoint, tiny_checkpoint
 
 PlanOf = Callable[..., ConversionPlan]
@@ -95,8 +96,30 @@ def test_output_that_cannot_be_a_new_file_is_refused(dense: TinyCheckpoint, plan
     assert plan_of(dense, out=tmp_path / "there.ninfer", force=True).problems == ()
 
 
-def test_read_only_source_is_planned(dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path) -> None:
-    for path in (*dense.folder.iterdir(), dense.folder):
+@pytest.mark.parametrize("name", ["plain", "模型 7b ü"])
+def test_read_only_source_of_any_name_is_built_and_stays_as_it_was(tmp_path: Path, plan_of: PlanOf, name: str) -> None:
+    source = tiny_checkpoint(tmp_path / name)
+    files = [*source.folder.iterdir(), source.folder]
+    for path in files:
         path.chmod(path.stat().st_mode & ~0o222)
-    assert plan_of(dense, out=tmp_path / "o.ninfer").problems == ()
-    dense.folder.chmod(0o755)
+    before = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in files]
+    try:
+        out = build(plan_of(source, out=tmp_path / f"{name}.ninfer")).path
+        assert [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in files] == before
+    finally:
+        source.folder.chmod(0o755)
+    with Artifact.open(out) as artifact:
+        assert artifact.identity.weights_id == "groupwise-int"
+
+
+def test_build_from_a_hub_cache_writes_nothing_into_it(hub_cache: Path, plan_of: PlanOf, tmp_path: Path) -> None:
+    def contents() -> dict[str, bytes | str]:
+        return {
+            str(path.relative_to(hub_cache)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+            for path in sorted(hub_cache.rglob("*"))
+            if not path.is_dir()
+        }
+
+    before = contents()
+    build(plan_of(hub_cache / "snapshots" / "0123456789abcdef", out=tmp_path / "o.ninfer"))
+    assert contents() == before

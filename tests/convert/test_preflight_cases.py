@@ -31,7 +31,7 @@ def codes(plan: ConversionPlan) -> list[str]:
     return [problem.code for problem in plan.problems]
 
 
-# A1, tied embeddings
+# Case A1: tied embeddings
 
 
 @pytest.mark.parametrize("where", ["root", "text_config"])
@@ -78,7 +78,7 @@ def test_missing_head_of_an_untied_model_is_refused(dense: TinyCheckpoint, plan_
     assert "tie_word_embeddings" in problem.advice
 
 
-# A3, A4, A7: missing shards and parts
+# Cases A3, A4, A7: missing shards and parts
 
 
 def test_missing_mtp_shard_is_one_line_with_a_way_on(tmp_path: Path, plan_of: PlanOf) -> None:
@@ -139,7 +139,7 @@ def test_many_missing_tensors_of_one_kind_are_one_line(tiny: TinyCheckpoint, pla
     assert "3 tensors" in problem.message
 
 
-# A5 and quantized sources in general
+# Case A5: quantized sources in general
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_bf16_mtp_in_a_quantized_list_is_read_as_stored(dense: TinyCheckpoint, p
     assert plan.require().config.geometry.text.mtp_layers == 1
 
 
-# A9, A10: index and shards
+# Cases A9, A10: index and shards
 
 
 def test_tensor_in_a_shard_but_not_in_the_index(dense: TinyCheckpoint, plan_of: PlanOf) -> None:
@@ -232,7 +232,7 @@ def test_files_that_the_index_does_not_name_are_reported_and_ignored(dense: Tiny
     assert any("consolidated.safetensors, model.safetensors" in note for note in plan.notes)
 
 
-# A11: expert banks (identical rows: test_families.py)
+# Case A11: expert banks (identical rows: test_families.py)
 
 
 @pytest.mark.parametrize("missing", ["model.language_model.layers.2.mlp.experts.3.up_proj.weight",
@@ -258,7 +258,7 @@ def test_bank_stored_both_ways_is_refused(moe: TinyCheckpoint, plan_of: PlanOf) 
     assert set(codes(plan_of(moe.save()))) == {"unused-tensor"}
 
 
-# A22, dtype policy (values are scanned when they are read)
+# Case A22: dtype policy (values are scanned when they are read)
 
 
 @pytest.mark.parametrize(("dtype", "label"), [("float16", "F16"), ("float32", "F32")])
@@ -277,7 +277,7 @@ def test_other_dtypes_are_refused_by_name(dense: TinyCheckpoint, plan_of: PlanOf
     assert (problem.code, problem.where) == ("wrong-dtype", "lm_head.weight")
 
 
-# A25, disk space
+# Case A25: disk space
 
 
 def test_too_little_disk_space_is_found_before_writing(
@@ -295,7 +295,7 @@ def test_too_little_disk_space_is_found_before_writing(
     assert plan_of(dense, out=tmp_path / "o.ninfer").problems == ()
 
 
-# A27, A28: files that are not what they should be
+# Cases A27, A28: files that are not what they should be
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_truncated_shard_is_found_by_size(dense: TinyCheckpoint, plan_of: PlanOf
     assert str(int(n_bytes * part)) in problem.message
 
 
-# A31, A32: frontend files
+# Cases A31, A32: frontend files
 
 NEEDED_BY = {
     "tokenizer.json": "text",
@@ -385,7 +385,7 @@ def test_tokenizer_larger_than_the_embedding_is_refused(dense: TinyCheckpoint, p
     assert "385 ids, the embedding 384 rows" in problem.message
 
 
-# A34, A35: large files, bounded memory
+# Cases A34, A35: large files, bounded memory
 
 
 def test_rows_beyond_4_gib_are_read_at_64_bit_offsets(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def check_complete(out: Path, reference: bytes) -> None:
     assert all(record["sha256"] for record in objects)
 
 
-def test_kill_at_random_moments_loses_nothing_and_resumes_byte_identically(
+def test_a26_kill_at_random_moments_loses_nothing_and_resumes_byte_identically(
     dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path, reference: bytes, fresh_seed: int
 ) -> None:
     rng, hits = random.Random(fresh_seed), 0

@@ -73,7 +73,7 @@ def fused(source: ObjectSource, values: dict[str, Floats], ids: NDArray[np.int32
 def test_every_value_is_code_times_scale(
     tmp_path: Path, rng: np.random.Generator, granularity: Granularity, scale_type: str, part: str
 ) -> None:
-    """A14: 1000 × 576 in blocks of 128 × 128 has 8 × 5 scales, the last row and column of blocks cut."""
+    """Case A14: 1000 × 576 in blocks of 128 × 128 has 8 × 5 scales, the last row and column of blocks cut."""
     codes, scales, values = random_fp8(rng, (1000, 576), granularity, scale_type, (128, 128))
     if granularity == "block":
         assert scales.shape == (8, 5)
@@ -86,7 +86,7 @@ def test_every_value_is_code_times_scale(
 
 
 def test_declared_block_size_decides_where_shapes_do_not(tmp_path: Path, rng: np.random.Generator) -> None:
-    """A14: 1000 rows give 8 scale rows with blocks of 125 to 142; only the config knows which."""
+    """Case A14: 1000 rows give 8 scale rows with blocks of 125 to 142; only the config knows which."""
     codes, scales, _ = random_fp8(rng, (1000, 576), "block", "F32", (128, 128))
     for block in ((128, 128), (125, 116), (142, 143)):
         assert scales.shape == (-(-1000 // block[0]), -(-576 // block[1]))
@@ -99,7 +99,7 @@ def test_declared_block_size_decides_where_shapes_do_not(tmp_path: Path, rng: np
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("block", [(128, 128), None])
 def test_a_single_scale_is_no_block_grid(tmp_path: Path, rng: np.random.Generator, shape: Any, block: Any) -> None:
-    """A15"""
+    """Case A15."""
     codes, _, _ = random_fp8(rng, (300, 200), "tensor", "F32", (1, 1))
     scale = np.full(shape, 0.37, np.float32)
     folder = one_matrix(tmp_path / "m", {"x.weight": codes, "x.weight_scale_inv": scale}, block)
@@ -289,7 +289,7 @@ def test_missing_shard_of_scales_is_one_line_and_codes_are_not_used(
 def test_codes_without_their_scale_are_refused_by_name(
     dense: TinyCheckpoint, plan_of: PlanOf, rng: np.random.Generator
 ) -> None:
-    """A13"""
+    """Case A13."""
     to_fp8(dense, matrices(dense), rng)
     del dense.tensors[DOWN.removesuffix("weight") + "weight_scale_inv"]
     problem = only(plan_of(dense.save()))
@@ -355,7 +355,7 @@ def test_parts_that_make_no_weight_are_refused_by_name(
 def test_scale_shapes_that_are_not_known_are_refused(
     dense: TinyCheckpoint, plan_of: PlanOf, rng: np.random.Generator, shape: tuple[int, ...], block: Any
 ) -> None:
-    """A15. down_proj is 72 × 136: one scale, 72 × 1, or 5 × 6 with the declared blocks of 16 × 24, and nothing else."""
+    """Case A15: down_proj is 72 × 136: one, 72 × 1, or 5 × 6 with the declared blocks of 16 × 24, no other scale."""
     to_fp8(dense, [DOWN], rng)
     dense.tensors[DOWN.removesuffix("weight") + "weight_scale_inv"] = np.ones(shape, np.float32)
     dense.config["quantization_config"]["weight_block_size"] = list(block) if block else None
@@ -396,7 +396,7 @@ def test_nan_code_is_refused_with_its_index(
 def test_bad_scale_is_refused_with_its_index(
     dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path, rng: np.random.Generator, scale_type: str, value: float
 ) -> None:
-    """A23"""
+    """Case A23."""
     to_fp8(dense, [DOWN], rng, scale_type=scale_type)
     name = DOWN.removesuffix("weight") + "weight_scale_inv"
     dense.tensors[name][4, 2] = value
@@ -408,7 +408,7 @@ def test_bad_scale_is_refused_with_its_index(
 def test_zero_scale_gives_zeros_and_an_overflowing_product_is_refused(
     dense: TinyCheckpoint, plan_of: PlanOf, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """A23"""
+    """Case A23."""
     to_fp8(dense, [DOWN], rng)
     name = DOWN.removesuffix("weight") + "weight_scale_inv"
     dense.tensors[name][0, 0] = 0
