@@ -18,7 +18,8 @@ Code that takes a ``Device`` (ops, a whole program) gets the ``EmulatedDevice`` 
    allocations until they are written, and targets of ``cp_async_*`` until the ``cp_async_wait`` that completes them.
 ``EmulatedDevice(watch=True)``, or NINFER_WATCH=1 for a whole run of tests, looks at every access: races in shared
 memory (also with an unfinished cp.async), and what earlier kernels touch in front of ``grid_dependency_wait()``.
-``EmulatedDevice(lazy=True)`` leaves queued work undone until something waits for it: forgotten waits become visible.
+``EmulatedDevice(lazy=True)`` leaves queued work undone until something waits for it: forgotten waits become visible;
+a stream's own ``lazy`` can be changed. ``order`` says in which of the allowed orders graphs do the work of two streams.
 A block is one row of threads (``threads``, a multiple of 32); no clusters, no float atomics, no textures.
 fp32 results: fma where NVRTC contracts, mma sums products in order of k in fp32; expf and friends are the C library's.
 """
@@ -40,6 +41,7 @@ from ninfer_runtime.backends.cuda.compiler import KERNEL_FOLDER, KernelSpec
 from ninfer_runtime.backends.cuda.device import Array, DeviceError, Event, Graph, Grid, Kernel, Stream
 from tests.emulator.build import HERE, Builder
 from tests.emulator.memory import POISON, Memory, view
+from tests.emulator.recording import Order, Recording, Work
 from tests.emulator.running import Running
 
 MAX_SHARED_BYTES = 101_376
@@ -49,8 +51,6 @@ _MAX_GRID = (2**31 - 1, 65_535, 65_535)
 _ERROR_BYTES = 2048
 # The host state of the libraries and the signal handlers are the process's: one launch at a time.
 _ONE_LAUNCH = threading.RLock()
-
-Work = Callable[[], None]
 
 
 class KernelError(DeviceError):
@@ -88,19 +88,20 @@ class EmulatedStream:
         self._device = device
         self.lock = device.lock
         self._pending: deque[Work] = deque()
-        self.recording: list[Work] | None = None
+        self.recording: Recording | None = None
+        self.lazy = device.lazy
         self.n_queued = 0
         self.n_done = 0
 
     def queue(self, work: Work) -> None:
         """Record, postpone or do a piece of work."""
         if self.recording is not None:
-            self.recording.append(work)
+            self.recording.add(self, work)
             return
         with self.lock:
             self.n_queued += 1
             self._pending.append(work)
-            if not self._device.lazy:
+            if not self.lazy:
                 self.run_until(self.n_queued)
 
     def run_until(self, count: int) -> None:
@@ -118,10 +119,17 @@ class EmulatedStream:
         self._device.memory.check()
 
     def wait(self, event: Event) -> None:
-        """Let later work run after the event."""
+        """Let later work run after the event; one that was captured takes the stream into its capture."""
         assert isinstance(event, EmulatedEvent)
-        self.refuse_while_recording("wait")
-        self.queue(event.as_recorded())
+        if event.captured is None:
+            self.refuse_while_recording("wait")
+            self.queue(event.as_recorded())
+            return
+        recording, after = event.captured
+        if not recording.is_open or self.recording not in (None, recording):
+            raise DeviceError("waiting for an event that was recorded in another capture")
+        self.recording = recording
+        recording.wait(self, after)
 
     def refuse_while_recording(self, what: str) -> None:
         """DeviceError while the stream is captured."""
@@ -135,13 +143,17 @@ class EmulatedEvent:
     def __init__(self, timing: bool) -> None:
         self._timing = timing
         self._stream: EmulatedStream | None = None
+        self.captured: tuple[Recording, frozenset[int]] | None = None
         self._position = 0
         self._seconds = 0.0
 
     def record(self, stream: Stream) -> None:
         """Put the point behind the work queued so far."""
         assert isinstance(stream, EmulatedStream)
-        stream.refuse_while_recording("recording an event")
+        if stream.recording is not None:
+            self.captured = stream.recording, stream.recording.tail(stream)
+            return
+        self.captured = None
         with stream.lock:
             self._stream, self._position = stream, stream.n_queued + 1
             stream.queue(self._passed)
@@ -180,36 +192,35 @@ class EmulatedEvent:
 class EmulatedGraph:
     """Recorded work, done again by each launch."""
 
-    def __init__(self) -> None:
-        self._work: list[Work] | None = []
+    def __init__(self, recording: Recording, order: Order) -> None:
+        self._recording: Recording | None = recording
+        self._order = order
+        self._work: list[Work] = []
         self.n_nodes = 0
         self.n_bytes = 0
-        self.open = True
 
     def end(self) -> None:
         """The recording is complete."""
-        self.n_nodes = len(self.work)
-        self.open = False
-
-    @property
-    def work(self) -> list[Work]:
-        """The pieces; DeviceError after ``close``."""
-        if self._work is None:
-            raise DeviceError("the graph is closed")
-        return self._work
+        assert self._recording is not None
+        self._recording.end()
+        self.n_nodes = len(self._recording)
+        self._work = self._recording.in_order(self._order)
 
     def launch(self, stream: Stream) -> None:
         """Queue all of it."""
         assert isinstance(stream, EmulatedStream)
-        if self.open:
+        if self._recording is None:
+            raise DeviceError("the graph is closed")
+        if self._recording.is_open:
             raise DeviceError("a graph can be launched only after its capture has ended")
         stream.refuse_while_recording("launching a graph")
-        for work in self.work:
+        for work in self._work:
             stream.queue(work)
 
     def close(self) -> None:
         """Forget it."""
-        self._work = None
+        self._recording = None
+        self._work = []
 
 
 class EmulatedKernel:
@@ -274,6 +285,7 @@ class EmulatedDevice:
         arch: str = "sm_90a",
         total_bytes: int = 4 << 30,
         lazy: bool = False,
+        order: Order = "recorded",
         watch: bool | None = None,
         folders: Sequence[Path] = (KERNEL_FOLDER, HERE),
         cpu_seconds: int = 120,
@@ -288,6 +300,7 @@ class EmulatedDevice:
         self.n_sms = n_sms
         self.total_bytes = total_bytes
         self.lazy = lazy
+        self.order: Order = order
         self.cpu_seconds = cpu_seconds
         self.lock = threading.RLock()  # a load queues from several threads
         self.memory = Memory(total_bytes, marked=watch)
@@ -426,13 +439,15 @@ class EmulatedDevice:
         """Record the calls on ``stream`` instead of doing them."""
         assert isinstance(stream, EmulatedStream)
         stream.refuse_while_recording("a second capture")
-        graph = EmulatedGraph()
-        stream.recording = graph.work
+        recording = stream.recording = Recording(stream)
+        graph = EmulatedGraph(recording, self.order)
         try:
             yield graph
         finally:
-            stream.recording = None
-            graph.end()
+            for each in (stream, *recording.joined):
+                each.recording = None
+            recording.is_open = False
+        graph.end()
 
     def close(self) -> None:
         """Unmap all memory."""

@@ -11,6 +11,7 @@ from ninfer_runtime.backends.cuda.compiler import Compiler, KernelSpec, Sources
 from ninfer_runtime.backends.cuda.device import Device, DeviceError, DeviceMemoryError
 from tests.emulator import build
 from tests.emulator.device import EmulatedDevice, KernelError
+from tests.emulator.recording import Order
 
 THREADS = 64
 POISON = 0xFFFFFFFF
@@ -220,6 +221,45 @@ def test_a_capture_runs_nothing_and_its_graph_repeats_all_of_it() -> None:
         graph.close()
         with pytest.raises(DeviceError, match="closed"):
             graph.launch(stream)
+
+
+@pytest.mark.parametrize("order", ["recorded", "side_first", "side_last"])
+@pytest.mark.parametrize("forgotten", ["", "copy waits", "reader waits", "join"])
+def test_a_second_stream_takes_part_in_a_capture_and_forgotten_edges_show(order: Order, forgotten: str) -> None:
+    """Round: the main stream takes the slot's content, the side stream fills the slot again and again."""
+    with EmulatedDevice(order=order) as device:
+        main, side, taken, filled = device.stream(), device.stream(), device.event(), device.event()
+        slot, out = device.put(np.zeros(1, np.uint8)), device.put(np.zeros(4, np.uint8))
+        with nullcontext() if forgotten != "join" else pytest.raises(DeviceError, match="1 pieces .* not joined"):
+            with device.capture(main) as graph:
+                for i in range(4):
+                    device.copy(out + i, slot, 1, main)
+                    if i == 0 or forgotten != "copy waits":
+                        taken.record(main)
+                        side.wait(taken)
+                    device.fill(slot, i + 1, 1, side)
+                    filled.record(side)
+                    if forgotten != "reader waits" and not (forgotten == "join" and i == 3):
+                        main.wait(filled)
+                main.wait(filled) if forgotten != "join" else None
+            graph.launch(main)
+        if forgotten == "join":
+            return
+        found = device.get(out, np.uint8, 4).tolist()
+        shows = {"": "", "copy waits": "side_first", "reader waits": "side_last"}[forgotten]
+        assert graph.n_nodes == 8
+        assert (found == [0, 1, 2, 3]) == (order != shows)
+
+
+def test_events_of_a_capture_mean_nothing_outside_of_it() -> None:
+    with EmulatedDevice() as device:
+        stream, other, event = device.stream(), device.stream(), device.event()
+        with device.capture(stream):
+            event.record(stream)
+        with pytest.raises(DeviceError, match="recorded in another capture"):
+            other.wait(event)
+        event.record(stream)
+        other.wait(event)
 
 
 def test_lazy_work_is_done_only_when_something_waits() -> None:
