@@ -12,6 +12,8 @@ PAGE_ARGS ?=
 GPU_PYTHON ?= $(PYTHON)
 GPU_IDENTITY ?= qwen3.6-27b/groupwise-int
 GPU_ARTIFACT ?= build/synthetic.ninfer
+# Whole programs are left out of the sanitizer's runs: their kernels are those of the other files.
+SANITIZED ?= $(filter-out %/test_program.py %/test_prefix.py %/test_speculation.py,$(wildcard tests/gpu/test_*.py))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -21,7 +23,7 @@ RUN_STAMP := $(VENV)/.ninfer-run-stamp
 TEST_STAMP := $(VENV)/.ninfer-test-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow unit lint page bench gpu watch clean distclean
+.PHONY: help setup setup-test demo test test-slow unit lint page bench gpu sanitize watch clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,6 +70,12 @@ gpu:  ## on a machine with a card: the gpu tests, then every benchmark; writes b
 	@mkdir -p build
 	test -f $(GPU_ARTIFACT) || $(GPU_RUN) bench synth $(GPU_IDENTITY) $(GPU_ARTIFACT)
 	$(GPU_RUN) bench all $(GPU_ARTIFACT) --record bench/records --plot build/roofline.png
+
+sanitize:  ## on a machine with a card: compute-sanitizer's memcheck and racecheck over every kernel's gpu tests
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --target-processes all --error-exitcode 9 \
+	    $(GPU_PYTHON) -m pytest -m gpu $(SANITIZED) $(PYTEST_ARGS) || exit 1; \
+	done
 
 watch:  ## the kernels on the emulator with every access watched: races, unfinished copies, early reads
 	NINFER_WATCH=1 $(BIN)/python -m pytest tests/runtime/cuda $(PYTEST_ARGS)
