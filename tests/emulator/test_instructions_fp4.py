@@ -79,7 +79,9 @@ def test_any_scales(device: EmulatedDevice, pair_a: int, lane_b: int, fresh_seed
     scales = bytes_to_words(random.integers(0, LARGEST_SCALE + 1, (32, 2, 4)))
     c = random.standard_normal((32, 4)).astype(np.float32)
     found = emulated(device, a, b, c, scales, pair_a, lane_b)
-    largest = np.abs(fp4_model.product(a & 0x77777777, b & 0x77777777, np.abs(c), scales, pair_a, lane_b))
+    largest = np.abs(
+        fp4_model.product(a & np.uint32(0x77777777), b & np.uint32(0x77777777), np.abs(c), scales, pair_a, lane_b)
+    )
     assert (np.abs(found - fp4_model.product(a, b, c, scales, pair_a, lane_b)) <= 64 * 2.0**-24 * largest).all()
 
 

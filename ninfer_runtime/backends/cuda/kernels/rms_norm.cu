@@ -1,18 +1,29 @@
 // y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * (1 + w)      x fp32 [T][HIDDEN]; w bf16 [HIDDEN]; HIDDEN a multiple of 4
 // y: OUTPUT 0: bf16 [T][STRIDE], zero from HIDDEN on; 1: fp32 [T][HIDDEN]; 2: fp32 that holds the bf16 value.
-// Arrays 16-byte aligned.
+// QUANTIZED 1 or 2 (with OUTPUT 0, HIDDEN a multiple of 16): also NVFP4 rows of the bf16 values, as FP4 or as
+// bf16(code * scale) [T][STRIDE] (quantize_fp4.cuh); y may then be null. Arrays 16-byte aligned.
 // One block per row, float32 throughout, one rounding; reference backends/reference/norm.py, 1 ulp of bf16.
 #include "common.cuh"
+#include "quantize_fp4.cuh"
+
+#ifndef QUANTIZED
+#define QUANTIZED 0
+#endif
 
 constexpr int UNITS = HIDDEN / 4;
-constexpr int UNITS_PER_THREAD = ceil_div(UNITS, THREADS);
+constexpr int ALL_UNITS = QUANTIZED ? STRIDE / 4 : UNITS;  // whole warps where lanes meet
+constexpr int UNITS_PER_THREAD = ceil_div(ALL_UNITS, THREADS);
 static_assert(HIDDEN % 4 == 0 && STRIDE % 4 == 0 && STRIDE >= HIDDEN, "whole units of four");
+static_assert(!QUANTIZED || (OUTPUT == 0 && HIDDEN % 16 == 0 && STRIDE % 128 == 0), "whole blocks and steps");
 
 struct RmsNormParams {
     const float* x;
     const uint16_t* weight;
     void* y;
+    unsigned char* quantized;
+    int64_t row_bytes;  // of quantized rows
     float eps;
+    float divisor;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) rms_norm(const __grid_constant__ RmsNormParams p) {
@@ -37,15 +48,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) rms_norm(const
 #pragma unroll
     for (int u = 0; u < UNITS_PER_THREAD; ++u) {
         const int unit = u * THREADS + static_cast<int>(threadIdx.x);
-        if (unit >= UNITS) continue;
-        const uint2 w = load_8(p.weight + unit * 4);
+        if (unit >= ALL_UNITS) continue;
+        const uint2 w = unit < UNITS ? load_8(p.weight + unit * 4) : uint2{0, 0};
         const float weight[4] = {bf16_lo(w.x), bf16_hi(w.x), bf16_lo(w.y), bf16_hi(w.y)};
         float y[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) y[i] = v[u][i] * scale * (1.0f + weight[i]);
         if constexpr (OUTPUT == 0) {
             const uint2 words = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
-            store_8(static_cast<uint16_t*>(p.y) + row * STRIDE + unit * 4, words);
+            if (!QUANTIZED || p.y != nullptr) store_8(static_cast<uint16_t*>(p.y) + row * STRIDE + unit * 4, words);
+            if constexpr (QUANTIZED != NOT_QUANTIZED) {
+                const float rounded[4] = {bf16_lo(words.x), bf16_hi(words.x), bf16_lo(words.y), bf16_hi(words.y)};
+                quantize_step<QUANTIZED>(rounded, p.divisor, unit / 32 * 128, p.quantized + row * p.row_bytes,
+                                         fp4_code_bytes(STRIDE));
+            }
         } else {
             uint32_t words[4];
 #pragma unroll
@@ -53,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) rms_norm(const
                 words[i] = __float_as_uint(OUTPUT == 2 ? bf16_to_float(float_to_bf16(y[i])) : y[i]);
             store_16(static_cast<float*>(p.y) + row * HIDDEN + unit * 4, uint4{words[0], words[1], words[2], words[3]});
         }
-    }    if constexpr (OUTPUT == 0)
+    }
+    if constexpr (OUTPUT == 0 && QUANTIZED == NOT_QUANTIZED)
         for (int column = HIDDEN + 4 * static_cast<int>(threadIdx.x); column < STRIDE; column += 4 * THREADS)
             store_8(static_cast<uint16_t*>(p.y) + row * STRIDE + column, uint2{0, 0});
 }

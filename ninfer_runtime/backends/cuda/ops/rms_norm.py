@@ -9,6 +9,7 @@ from typing import Literal
 from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, check_columns, row_bytes
 from ninfer_runtime.backends.cuda.packing import activation_stride
 
 RmsNormOutput = Literal["bf16", "float", "rounded"]
@@ -25,16 +26,22 @@ class RmsNormParams(ctypes.Structure):
         ("x", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
+        ("quantized", ctypes.c_uint64),
+        ("row_bytes", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("divisor", ctypes.c_float),
     )
 
 
-def kernel_spec(hidden: int, output: RmsNormOutput) -> KernelSpec:
+def kernel_spec(hidden: int, output: RmsNormOutput, quantized: QuantizedForm | None = None) -> KernelSpec:
     """One variant. UnsupportedError for widths it cannot read."""
     if hidden % _UNIT:
         raise UnsupportedError(f"hidden width {hidden}, the cuda backend needs a multiple of {_UNIT}")
-    defines = (("HIDDEN", hidden), ("STRIDE", activation_stride(hidden)), ("OUTPUT", OUTPUTS.index(output)))
-    return KernelSpec("rms_norm.cu", "rms_norm", defines, _THREADS)
+    defines = [("HIDDEN", hidden), ("STRIDE", activation_stride(hidden)), ("OUTPUT", OUTPUTS.index(output))]
+    if quantized is not None:
+        check_columns(hidden)
+        defines.append(("QUANTIZED", int(quantized)))
+    return KernelSpec("rms_norm.cu", "rms_norm", tuple(defines), _THREADS)
 
 
 def specs(hidden: int, outputs: tuple[RmsNormOutput, ...] = ("bf16", "rounded")) -> list[KernelSpec]:
@@ -55,4 +62,19 @@ class RmsNorm:
 
     def launch(self, stream: Stream, n_rows: int, x: int, weight: int, y: int) -> None:
         """``x`` fp32 [T, hidden], ``weight`` bf16 [hidden] → ``y``."""
-        self._kernel.launch((n_rows, 1, 1), RmsNormParams(x, weight, y, self._eps), stream)
+        self._kernel.launch((n_rows, 1, 1), RmsNormParams(x=x, weight=weight, y=y, eps=self._eps), stream)
+
+
+class QuantizingRmsNorm:
+    """The same norm; its rows, rounded to bf16, also as NVFP4 (``ops/quantize_fp4.py``) in the same launch."""
+
+    def __init__(self, device: Device, hidden: int, eps: float, form: QuantizedForm) -> None:
+        self._kernel = device.kernel(kernel_spec(hidden, "bf16", form))
+        self._eps, self._row_bytes = eps, row_bytes(hidden, form)
+
+    def launch(
+        self, stream: Stream, n_rows: int, x: int, weight: int, divisor: float, quantized: int, y: int = 0
+    ) -> None:
+        """``quantized`` [T][row_bytes], 16-byte aligned; ``y``: bf16 rows as well, 0: none."""
+        params = RmsNormParams(x, weight, y, quantized, self._row_bytes, self._eps, divisor)
+        self._kernel.launch((n_rows, 1, 1), params, stream)

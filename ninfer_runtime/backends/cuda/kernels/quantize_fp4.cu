@@ -1,0 +1,30 @@
+// x[t] -> NVFP4 words under a divisor: x bf16 [T][STRIDE], zeros from K on, STRIDE a multiple of 128; 16-byte aligned.
+// FORM 1: FP4 rows (quantize_fp4.cuh) of row_bytes, 16-byte aligned; 2: bf16(code * scale) [T][STRIDE], x itself allowed.
+// A warp quantizes a step of 128 columns of a row; reference ninfer_format/numeric/nvfp4_activations.py, equal words.
+#include "common.cuh"
+#include "quantize_fp4.cuh"
+
+constexpr int STEPS = STRIDE / 128;
+static_assert(STRIDE % 128 == 0 && (FORM == AS_FP4 || FORM == AS_BF16), "whole steps");
+
+struct QuantizeFp4Params {
+    const uint16_t* x;
+    unsigned char* out;
+    int64_t row_bytes;
+    float divisor;
+    int n_rows;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    quantize_fp4(const __grid_constant__ QuantizeFp4Params p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = static_cast<int>(lane_id());
+    const int64_t step = static_cast<int64_t>(blockIdx.x) * (THREADS / WARP_LANES) + warp_index();
+    if (step >= static_cast<int64_t>(p.n_rows) * STEPS) return;
+    const int64_t row = step / STEPS;
+    const int column = static_cast<int>(step % STEPS) * 128;
+    const uint2 words = load_8(p.x + row * STRIDE + column + 4 * lane);
+    const float x[4] = {bf16_lo(words.x), bf16_hi(words.x), bf16_lo(words.y), bf16_hi(words.y)};
+    quantize_step<FORM>(x, p.divisor, column, p.out + row * p.row_bytes, fp4_code_bytes(STRIDE));
+}
