@@ -152,18 +152,19 @@ def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int
     return KernelSpec("linear_large.cu", "linear_large", tuple(defines.items()), _THREADS, STAGES[tokens] * stage_bytes)
 
 
-def _flags_at(n_sms: int) -> int:
+def flags_at(n_sms: int) -> int:
+    """Byte of the workspace where the flags begin."""
     return n_sms * ROW_TILES * 16 * max(STAGES) * 4
 
 
 def workspace_bytes(device: Device) -> int:
     """Device memory that all launches on one stream share: a tile of sums and a flag per multiprocessor."""
-    return _flags_at(device.n_sms) + up(device.n_sms * 4, 256)
+    return flags_at(device.n_sms) + up(device.n_sms * 4, 256)
 
 
 def clear_workspace(device: Device, workspace: int) -> None:
     """Set the flags to 0, once before the first launch; every launch leaves them so."""
-    device.upload(workspace + _flags_at(device.n_sms), np.zeros(device.n_sms, np.uint32))
+    device.upload(workspace + flags_at(device.n_sms), np.zeros(device.n_sms, np.uint32))
 
 
 class _Launch:
@@ -202,7 +203,7 @@ class _Launch:
         params.n_pairs = pairs
         params.stages = self._matrices[0].k_padded // STAGE_COLUMNS
         params.partials = workspace
-        params.flags = workspace + _flags_at(self._n_sms)
+        params.flags = workspace + flags_at(self._n_sms)
         return params
 
     def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
