@@ -1,6 +1,6 @@
 """Device layout of weight matrices ("tiles") and its numpy oracle. Specification: specs/kernels.md, "Packed weights".
 
-A *tile row* is 16 output rows, a *step* is a fixed number of columns (128 for Q4/Q5/Q6, 64 for W8 and BF16). One
+A *tile row* is 16 output rows, a *step* is a fixed number of columns (128 for Q4/Q5/Q6/NVFP4, 64 for W8 and BF16). One
 (tile row, step) pair is one contiguous *block*; blocks lie tile row after tile row, in a tile row step after step.
 N pads to 16 rows and K to 128 columns with scale 0 and code 0.
 
@@ -19,14 +19,18 @@ Words of a lane and a 64-column group (offset-binary codes u = q + 2^(bits-1); e
 - W8, 4 words per 32 columns (half h of the group): two's complement; byte 0 of each half of word i = pair 8h + i,
   byte 1 = pair 8h + 4 + i.
 - BF16, 16 words: pair p as it is.
+- NVFP4, 4 words of E2M1 codes: word 2h + r bits 4q..4q+3 = the pair of row g + 8r and columns 32h + 8t + 2q, + 1. So
+  word w holds the eight codes of register a_w of ``mma.m16n8k64``, in an order of its own within the eight columns.
 
 Block: 16-byte pieces (words 0..3 of lane 0, lane 1, …) per group, then the rest of the words of both groups (Q5 8 bytes
-per lane, Q6 16), then 64 bytes of binary16 scales: for g = 0..7 row g's two groups, then row g+8's two groups.
+per lane, Q6 16), then 64 bytes of binary16 scales: for g = 0..7 row g's two groups, then row g+8's two groups. NVFP4
+has 128 bytes of E4M3 scales: for g = 0..7 row g's eight blocks of 16 columns, then row g+8's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +46,7 @@ K_ALIGNMENT = 128
 
 Words = npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
+Scales = npt.NDArray[np.uint16] | npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class TileFormat:
     """Geometry of one packed format.
 
     ``code`` is the number kernels know it by; ``step`` columns per block; ``group`` columns per scale (0: no scales);
-    ``words`` 32-bit words per lane and 64-column group; ``bits`` per code.
+    ``words`` 32-bit words per lane and 64-column group; ``bits`` per code. ``floating``: codes are not integers, and
+    scales are bytes.
     """
 
     name: str
@@ -58,11 +64,22 @@ class TileFormat:
     step: int
     group: int
     words: int
+    floating: bool = False
+
+    @property
+    def scale_type(self) -> type[np.unsignedinteger[Any]]:
+        """Words of scales."""
+        return np.uint8 if self.floating else np.uint16
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales in a block."""
-        return TILE_ROWS * (self.step // self.group) * 2 if self.group else 0
+        return TILE_ROWS * (self.step // self.group) * np.dtype(self.scale_type).itemsize if self.group else 0
+
+    @property
+    def code_offset(self) -> int:
+        """What is added to a code so that none is negative; 0 where bits are stored as they are."""
+        return 1 << (self.bits - 1) if self.bits < 8 and not self.floating else 0
 
     @property
     def block_bytes(self) -> int:
@@ -79,6 +96,7 @@ TILE_FORMATS: Mapping[str, TileFormat] = MappingProxyType(
             TileFormat("Q6G64_F16S", 2, bits=6, step=128, group=64, words=6),
             TileFormat("W8G32_F16S", 3, bits=8, step=64, group=32, words=8),
             TileFormat("BF16", 4, bits=16, step=64, group=0, words=16),
+            TileFormat("NVFP4", 5, bits=4, step=128, group=16, words=4, floating=True),
         )
     }
 )
@@ -106,6 +124,7 @@ class PackedMatrix:
     up rows of the same numbers, so that one thread has both halves of a SwiGLU pair.
     ``n_experts``: matrices of equal shape one after the other, a bank; each is packed by itself, its tile rows follow
     those of the one before.
+    ``divisor`` of all weights (NVFP4), which is not part of the packed bytes.
     """
 
     name: str
@@ -115,6 +134,7 @@ class PackedMatrix:
     pointer: int = 0
     interleaved: bool = False
     n_experts: int = 1
+    divisor: float = 1.0
     tile: TileFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -159,9 +179,14 @@ class PackedMatrix:
         """Bytes of the packed matrix."""
         return self.n_tiles * self.k_steps * self.block_bytes
 
+    @property
+    def sums_factor(self) -> float:
+        """What sums over exact operands are multiplied with: those of NVFP4 are code · scale / 128 (tiles.cuh)."""
+        return 128.0 / self.divisor if self.tile.floating else 1.0
+
     def at(self, pointer: int) -> "PackedMatrix":
         """The same matrix stored at device address ``pointer``."""
-        return PackedMatrix(self.name, self.format, self.n_rows, self.k, pointer, self.interleaved, self.n_experts)
+        return replace(self, pointer=pointer)
 
 
 def tile_row_sources(matrix: PackedMatrix) -> npt.NDArray[np.int64]:
@@ -205,8 +230,11 @@ def _from_pairs(pairs: Words) -> npt.NDArray[np.uint32]:
     return out.reshape(TILE_ROWS, groups * GROUP_COLUMNS)
 
 
-def _field_places(bits: int) -> list[list[tuple[int, int, int, int]]]:
+def _field_places(tile: TileFormat) -> list[list[tuple[int, int, int, int]]]:
     """For each pair the pieces it is cut into: (word, bit in word, bit in code, number of bits)."""
+    bits = tile.bits
+    if tile.floating:
+        return [[(2 * (p // 8) + p % 2, 4 * (2 * (p // 4 % 2) + p // 2 % 2), 0, 4)] for p in range(16)]
     if bits == 4:
         return [[(p % 4, 4 * (p // 4), 0, 4)] for p in range(16)]
     if bits == 5:
@@ -222,7 +250,7 @@ def _field_places(bits: int) -> list[list[tuple[int, int, int, int]]]:
 def _pack_words(pairs: Words, tile: TileFormat) -> Words:
     """Pairs [groups, 32, 16] of codes → words [groups, 32, tile.words]."""
     words = np.zeros((*pairs.shape[:2], tile.words), np.uint32)
-    for pair, pieces in enumerate(_field_places(tile.bits)):
+    for pair, pieces in enumerate(_field_places(tile)):
         for word, at, start, count in pieces:
             mask = np.uint32(((1 << count) - 1) * 0x10001)
             words[..., word] |= ((pairs[..., pair] >> np.uint32(start)) & mask) << np.uint32(at)
@@ -232,27 +260,27 @@ def _pack_words(pairs: Words, tile: TileFormat) -> Words:
 def _unpack_words(words: Words, tile: TileFormat) -> Words:
     """Inverse of ``_pack_words``."""
     pairs = np.zeros((*words.shape[:2], 16), np.uint32)
-    for pair, pieces in enumerate(_field_places(tile.bits)):
+    for pair, pieces in enumerate(_field_places(tile)):
         for word, at, start, count in pieces:
             mask = np.uint32(((1 << count) - 1) * 0x10001)
             pairs[..., pair] |= ((words[..., word] >> np.uint32(at)) & mask) << np.uint32(start)
     return pairs
 
 
-def pack_matrix(matrix: PackedMatrix, codes: npt.NDArray[np.integer], scales: npt.NDArray[np.uint16] | None) -> Bytes:
+def pack_matrix(matrix: PackedMatrix, codes: npt.NDArray[np.integer], scales: Scales | None) -> Bytes:
     """Packed bytes [matrix.n_bytes] of a matrix.
 
-    ``codes`` [n_rows, k]: signed codes, or BF16 words (uint16). ``scales`` [n_rows, ceil(k / group)]: binary16 words;
-    None for BF16.
+    ``codes`` [n_rows, k]: signed codes, E2M1 or BF16 words. ``scales`` [n_rows, ceil(k / group)]: binary16 words
+    (uint16), E4M3 words (uint8) for NVFP4, None for BF16.
     """
     tile, k_padded = matrix.tile, matrix.k_padded
     sources = tile_row_sources(matrix)
-    offset = 1 << (tile.bits - 1) if tile.bits < 8 else 0
+    offset = tile.code_offset
     padded = np.full((sources.size, k_padded), offset, np.uint32)
     real = sources >= 0
     padded[real, : matrix.k] = (codes[sources[real]].astype(np.int64) + offset) & ((1 << tile.bits) - 1)
     per_row = k_padded // tile.group if tile.group else 0
-    scale_rows = np.zeros((sources.size, per_row), np.uint16)
+    scale_rows = np.zeros((sources.size, per_row), tile.scale_type)
     if scales is not None:
         scale_rows[real, : scales.shape[1]] = scales[sources[real]]
     groups = tile.step // GROUP_COLUMNS
@@ -264,7 +292,7 @@ def pack_matrix(matrix: PackedMatrix, codes: npt.NDArray[np.integer], scales: np
         # Whole 16-byte pieces: group-major, then piece, then lane; what is left: lane-major with both groups.
         body = np.stack(pieces, axis=2).reshape(matrix.k_steps, -1)
         rest = np.moveaxis(words[..., tile.words // 4 * 4 :], 1, 2).reshape(matrix.k_steps, -1)
-        scale = np.empty((matrix.k_steps, 0), np.uint16)
+        scale = np.empty((matrix.k_steps, 0), tile.scale_type)
         if tile.group:
             by_step = scale_rows[rows].reshape(2, 8, matrix.k_steps, -1)  # [half, g, step, group]
             scale = np.ascontiguousarray(by_step.transpose(2, 1, 0, 3)).reshape(matrix.k_steps, -1)
@@ -273,16 +301,16 @@ def pack_matrix(matrix: PackedMatrix, codes: npt.NDArray[np.integer], scales: np
     return blocks.reshape(-1)
 
 
-def unpack_matrix(matrix: PackedMatrix, packed: Bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16] | None]:
-    """Codes int64 [n_rows, k] (BF16: words) and scale words [n_rows, ceil(k / group)] of packed bytes."""
+def unpack_matrix(matrix: PackedMatrix, packed: Bytes) -> tuple[npt.NDArray[np.int64], Scales | None]:
+    """Codes int64 [n_rows, k] (E2M1, BF16: words) and scale words [n_rows, ceil(k / group)] of packed bytes."""
     tile = matrix.tile
     sources = tile_row_sources(matrix)
     groups = tile.step // GROUP_COLUMNS
     blocks = packed.reshape(matrix.n_tiles, matrix.k_steps, tile.block_bytes)
-    offset = 1 << (tile.bits - 1) if tile.bits < 8 else 0
+    offset = tile.code_offset
     codes = np.zeros((matrix.n_rows, matrix.k), np.int64)
     per_row = -(-matrix.k // tile.group) if tile.group else 0
-    scales = np.zeros((matrix.n_rows, per_row), np.uint16)
+    scales = np.zeros((matrix.n_rows, per_row), tile.scale_type)
     whole = tile.words // 4
     body_bytes, rest_words = groups * whole * 512, tile.words % 4
     for i in range(matrix.n_tiles):
@@ -301,7 +329,7 @@ def unpack_matrix(matrix: PackedMatrix, packed: Bytes) -> tuple[npt.NDArray[np.i
         real = rows >= 0
         codes[rows[real]] = values[real, : matrix.k]
         if tile.group:
-            words16 = np.ascontiguousarray(block[:, rest_end:]).view(np.uint16).reshape(matrix.k_steps, 8, 2, -1)
-            by_row = words16.transpose(2, 1, 0, 3).reshape(TILE_ROWS, -1)
+            stored = np.ascontiguousarray(block[:, rest_end:]).view(tile.scale_type).reshape(matrix.k_steps, 8, 2, -1)
+            by_row = stored.transpose(2, 1, 0, 3).reshape(TILE_ROWS, -1)
             scales[rows[real]] = by_row[real, :per_row]
     return codes, scales if tile.group else None

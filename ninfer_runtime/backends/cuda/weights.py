@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import ArtifactError, UnsupportedError
 from ninfer_format.model_geometry import TextGeometry
@@ -187,6 +189,7 @@ class _Placer:
     """Takes memory for tensors by name, each once."""
 
     def __init__(self, model: BoundModel, taker: Taker) -> None:
+        self._artifact = model.artifact
         self._objects = model.artifact.objects
         self._path = model.artifact.path
         self._taker = taker
@@ -205,8 +208,14 @@ class _Placer:
                 f"{self._path}: {view.name} is stored in {entry.format}, the cuda backend runs "
                 f"{', '.join(TILE_FORMATS)}; use --backend reference"
             )
-        matrix = PackedMatrix(view.name, entry.format, entry.shape[0], entry.shape[1], 0, interleaved, n_experts)
+        divisor = 1.0 if entry.format != "NVFP4" else self._last_word(view.name)
+        n_rows, k = entry.shape
+        matrix = PackedMatrix(view.name, entry.format, n_rows, k, 0, interleaved, n_experts, divisor)
         return matrix.at(self._taker.take(f"weights/{view.name}", matrix.n_bytes))
+
+    def _last_word(self, name: str) -> float:
+        """The float32 that a payload ends with: the divisor of an NVFP4 matrix."""
+        return float(np.frombuffer(self._artifact.payload(name)[-4:], "<f4")[0])
 
     def raw(self, view: View) -> RawTensor:
         """A tensor as it is in the file."""

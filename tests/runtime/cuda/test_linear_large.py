@@ -1,18 +1,20 @@
 """linear_large.cu under the emulator: formats and epilogues against float64, on the weights that the kernel makes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from ninfer_format.errors import SignatureError
+from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN, MAX_SCALE
 from ninfer_runtime.backends.cuda.ops.linear_large import (
     Epilogue,
     LinearLarge,
     Output,
     clear_workspace,
+    launches,
     schedule,
     specs,
     workspace_bytes,
@@ -55,6 +57,13 @@ def random_weight(
     if not tile.group:
         operand = to_bf16(rng.standard_normal((n_rows, k)) / np.sqrt(k))
         return Weight(matrix.at(device.put(pack_matrix(matrix, bf16_words(operand), None))), operand)
+    if tile.floating:
+        codes = rng.integers(0, 16, (n_rows, k))
+        scale_words = rng.integers(0, MAX_SCALE + 1, (n_rows, -(-k // 16)), np.uint8)
+        matrix = replace(matrix, divisor=float(np.float32(rng.uniform(50, 5000) * np.sqrt(k))))
+        scale = np.repeat(E4M3FN[scale_words].astype(np.float64), 16, axis=1)[:, :k]
+        packed = pack_matrix(matrix, codes, scale_words)
+        return Weight(matrix.at(device.put(packed)), E2M1[codes] * scale / matrix.divisor)
     top = 1 << (tile.bits - 1)
     codes = rng.integers(-top, top, (n_rows, k))
     scales = (rng.uniform(0.2, 2.0, (n_rows, -(-k // tile.group))) / (top * np.sqrt(k))).astype(np.float16)
@@ -166,7 +175,7 @@ def test_residual_is_added_in_fp32(name: str, fresh_seed: int) -> None:
 def test_matrices_of_several_formats_share_a_launch(fresh_seed: int) -> None:
     rng = np.random.default_rng(fresh_seed)
     n_tokens, k = 70, 256
-    rows = {"Q4G64_F16S": 270, "Q5G64_F16S": 90, "BF16": 5}
+    rows = {"Q4G64_F16S": 270, "NVFP4": 90, "BF16": 5}
     with EmulatedDevice(n_sms=3) as device:
         weights = [random_weight(device, rng, name, n, k) for name, n in [*rows.items(), ("BF16", 3)]]
         x = random_activations(device, rng, n_tokens, k)
@@ -229,6 +238,20 @@ def test_matrices_that_do_not_go_together_are_refused() -> None:
         ):
             with pytest.raises(SignatureError):
                 LinearLarge(device, matrices, epilogue, max_tokens=64, workspace=0)
+
+
+def test_small_nvfp4_matrices_of_one_launch_have_divisors_of_their_own(fresh_seed: int) -> None:
+    rng = np.random.default_rng(fresh_seed)
+    n_tokens, k, sizes = 50, 192, (128, 100, 17)
+    with EmulatedDevice(n_sms=2) as device:
+        weights = [random_weight(device, rng, "NVFP4", n, k) for n in sizes]
+        assert launches([w.matrix for w in weights]) == [[0, 1, 2]]
+        x = random_activations(device, rng, n_tokens, k)
+        outs = [device.empty(n_tokens * n * 4) for n in sizes]
+        run(device, weights, Epilogue.STORE, x, [Output(out, "fp32") for out in outs])
+        for weight, out, n in zip(weights, outs, sizes, strict=True):
+            found = device.get(out, np.float32, (n_tokens, n))
+            assert np.all(np.abs(found - x[2] @ weight.operand.T) <= bound(x[2], weight.operand))
 
 
 def test_activations_that_cannot_be_read_are_refused() -> None:

@@ -1,13 +1,14 @@
 """linear_small.cu under the emulator: every format, epilogue and split against float64 on the dequantized weights."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from ninfer_format.errors import UnsupportedError
+from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN, MAX_SCALE
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan
 from ninfer_runtime.backends.cuda.ops import linear_small
 from ninfer_runtime.backends.cuda.ops.linear_small import (
@@ -64,6 +65,14 @@ class Bench:
         if not tile.group:
             words = bf16_words(self.rng.standard_normal((n_rows, k)) / np.sqrt(k))
             return Weight(matrix.at(self.device.put(pack_matrix(matrix, words, None))), from_words(words))
+        if tile.floating:
+            codes = self.rng.integers(0, 16, (n_rows, k))
+            scale_words = self.rng.integers(0, MAX_SCALE + 1, (n_rows, -(-k // 16)), np.uint8)
+            divisor = float(np.float32(self.rng.uniform(50, 5000) * np.sqrt(k)))
+            matrix = replace(matrix, divisor=divisor)
+            scale = np.repeat(E4M3FN[scale_words].astype(np.float64), 16, axis=1)[:, :k]
+            packed = self.device.put(pack_matrix(matrix, codes, scale_words))
+            return Weight(matrix.at(packed), E2M1[codes].astype(np.float64) * scale / divisor)
         top = 1 << (tile.bits - 1)
         codes = self.rng.integers(-top, top, (n_rows, k))
         scales = (self.rng.uniform(0.2, 2.0, (n_rows, -(-k // tile.group))) / (top * np.sqrt(k))).astype(np.float16)
@@ -136,6 +145,24 @@ def run_store(bench: Bench, weights: Sequence[Weight], n_columns: int, rms: bool
     return results[0]
 
 
+@pytest.mark.parametrize("n_columns", [1, 48])
+def test_mixed_launches_store_plain_matrices_and_pair_interleaved_ones(four_sms: Bench, n_columns: int) -> None:
+    """A router in fp32 beside the gate and up of a shared expert."""
+    k = 256
+    router, pairs = four_sms.weight("BF16", 21, k), four_sms.weight("W8G32_F16S", 2 * 24, k, interleaved=True)
+    pointer, x = four_sms.activations(n_columns, k)
+    out = [four_sms.device.empty(4 * n_columns * 21), four_sms.device.empty(2 * n_columns * 128)]
+    op = four_sms.op([router, pairs], "mixed", n_columns)
+    op.launch(four_sms.stream, n_columns, pointer, None, [Output(out[0], is_float=True), Output(out[1], stride=128)])
+    logits = four_sms.device.get(out[0], np.float32, (n_columns, 21))
+    assert np.all(np.abs(logits - x @ router.values.T) <= bound(x, router.values))
+    gate, up = x @ pairs.values[:24].T, x @ pairs.values[24:].T
+    expected = gate / (1 + np.exp(-gate)) * up
+    found = from_words(four_sms.device.get(out[1], np.uint16, (n_columns, 128))[:, :24])
+    assert np.all(np.abs(found - expected) <= 2.0**-8 * np.abs(expected) + 1e-5)
+    four_sms.check_workspace()
+
+
 @pytest.mark.parametrize("n_columns", BOUNDARY_COLUMNS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_product_is_the_float64_one_at_boundary_columns(four_sms: Bench, format: str, n_columns: int) -> None:
@@ -169,13 +196,38 @@ def test_every_geometry_of_the_tuned_card_gives_the_product(
     run_store(four_sms, weights[:2], max(1, geometry.columns - 7), rms=False, floats=True)
 
 
+def test_every_code_times_every_scale_of_nvfp4_is_exact(four_sms: Bench) -> None:
+    device, k = four_sms.device, 128
+    codes = np.tile(np.arange(16), (MAX_SCALE + 1, k // 16))
+    scales = np.tile(np.arange(MAX_SCALE + 1, dtype=np.uint8)[:, None], (1, k // 16))
+    matrix = PackedMatrix("all", "NVFP4", MAX_SCALE + 1, k, divisor=8.0)
+    matrix = matrix.at(device.put(pack_matrix(matrix, codes, scales)))
+    values = E2M1[codes] * np.repeat(E4M3FN[scales], 16, axis=1) / 8
+    op = four_sms.op([Weight(matrix, values.astype(np.float64))], "store", 48)
+    for first in range(0, k, 48):
+        columns = np.arange(first, min(first + 48, k))
+        x = np.zeros((len(columns), k), np.float32)
+        x[np.arange(len(columns)), columns] = 1
+        out = device.empty(len(columns) * (MAX_SCALE + 1) * 4)
+        op.launch(four_sms.stream, len(columns), device.put(bf16_words(x)), None, [Output(out, True)])
+        found = device.get(out, np.float32, (len(columns), MAX_SCALE + 1))
+        assert np.array_equal(found, values[:, columns].T)
+
+
+@pytest.mark.parametrize("n_columns", [1, 12, 48])
+@pytest.mark.parametrize("other", ["BF16", "W8G32_F16S"])
+def test_nvfp4_shares_a_launch_and_keeps_its_own_divisor(four_sms: Bench, other: str, n_columns: int) -> None:
+    weights = [four_sms.weight(f, n, 328) for f, n in (("NVFP4", 256), (other, 40), ("NVFP4", 128), ("BF16", 3))]
+    run_store(four_sms, weights, n_columns, rms=True, floats=False)
+
+
 def test_two_w8_and_two_q6_matrices_share_a_launch(four_sms: Bench) -> None:
     weights = [four_sms.weight(f, 40 + i, 136) for i, f in enumerate(["W8G32_F16S", "Q6G64_F16S"] * 2)]
     run_store(four_sms, weights, 5, rms=False, floats=True)
 
 
 @pytest.mark.parametrize("n_columns", [1, 8, 13, 48])
-@pytest.mark.parametrize("format", ["Q4G64_F16S", "W8G32_F16S", "BF16"])
+@pytest.mark.parametrize("format", ["Q4G64_F16S", "W8G32_F16S", "BF16", "NVFP4"])
 def test_swiglu_pairs_gate_and_up_rows(four_sms: Bench, format: str, n_columns: int) -> None:
     width, k = 141, 328
     weight = four_sms.weight(format, 2 * width, k, interleaved=True)
@@ -198,7 +250,7 @@ def test_swiglu_pairs_gate_and_up_rows(four_sms: Bench, format: str, n_columns: 
 
 
 @pytest.mark.parametrize("n_columns", [1, 3, 16, 33])
-@pytest.mark.parametrize("format", ["Q5G64_F16S", "W8G32_F16S"])
+@pytest.mark.parametrize("format", ["Q5G64_F16S", "W8G32_F16S", "NVFP4"])
 def test_residual_adds_norms_and_sums_squares(bench: Bench, format: str, n_columns: int) -> None:
     hidden, k = 136, 700
     weight = bench.weight(format, hidden, k)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ninfer_format.errors import SignatureError
+from ninfer_format.numeric.nvfp4 import MAX_SCALE
 from ninfer_runtime.backends.cuda.packing import (
     TILE_FORMATS,
     PackedMatrix,
@@ -20,6 +21,10 @@ def random_words(matrix: PackedMatrix, seed: int) -> tuple[np.ndarray, np.ndarra
     """Codes over the whole range and any scale words; BF16 words for BF16."""
     rng = np.random.default_rng(seed)
     tile = matrix.tile
+    if tile.floating:
+        n_blocks = -(-matrix.k // tile.group)
+        scales8 = rng.integers(0, MAX_SCALE + 1, (matrix.n_rows, n_blocks), np.uint8)
+        return rng.integers(0, 16, (matrix.n_rows, matrix.k)), scales8
     if not tile.group:
         return rng.integers(0, 1 << 16, (matrix.n_rows, matrix.k)), None
     half = 1 << (tile.bits - 1)
@@ -70,12 +75,15 @@ def test_block_sizes() -> None:
         "Q6G64_F16S": (128, 1600),
         "W8G32_F16S": (64, 1088),
         "BF16": (64, 2048),
+        "NVFP4": (128, 1152),
     }
 
 
 def test_packed_bytes_of_the_large_matrices_stay_near_the_file() -> None:
     gate_up = PackedMatrix("gate_up", "Q4G64_F16S", 34816, 5120, interleaved=True)
     assert gate_up.n_bytes == 34816 * 5120 // 64 * 34
+    fp4 = PackedMatrix("gate_up", "NVFP4", 34816, 5120, interleaved=True)
+    assert fp4.n_bytes == 34816 * 5120 // 16 * 9
     head = PackedMatrix("head", "Q6G64_F16S", 248320, 5120)
     assert head.n_bytes == 993_280_000
 
@@ -91,6 +99,22 @@ def test_lane_zero_word_zero_of_q4() -> None:
     assert word == expected
 
 
+def test_words_of_nvfp4_are_registers_of_the_fp4_product(fresh_seed: int) -> None:
+    """Word w of a lane: the eight codes of a_w of mma.m16n8k64, even columns in the low half, odd ones in the high."""
+    matrix = PackedMatrix("m", "NVFP4", 16, 256)
+    codes, scales = random_words(matrix, fresh_seed)
+    assert scales is not None
+    blocks = pack_matrix(matrix, codes, scales).reshape(2, 1152)
+    words = blocks[:, :1024].copy().view(np.uint32).reshape(2, 2, 32, 4)
+    for step, group, lane, w in np.ndindex(words.shape):
+        row, column = lane // 4 + 8 * (w % 2), 128 * step + 64 * group + 32 * (w // 2) + 8 * (lane % 4)
+        nibbles = int(words[step, group, lane, w]) >> np.arange(0, 32, 4) & 15
+        assert list(nibbles) == [*codes[row, column : column + 8 : 2], *codes[row, column + 1 : column + 9 : 2]]
+    stored = blocks[:, 1024:].reshape(2, 8, 2, 8)
+    for row in range(16):
+        assert np.array_equal(stored[:, row % 8, row // 8], scales[row].reshape(2, 8))
+
+
 def test_interleaved_rows_pair_gate_with_up() -> None:
     codes = np.repeat(np.arange(32)[:, None], 64, axis=1)  # row number as the BF16 word
     packed = pack_matrix(PackedMatrix("m", "BF16", 32, 64, interleaved=True), codes, None)
@@ -102,8 +126,8 @@ def test_interleaved_rows_pair_gate_with_up() -> None:
 
 
 def test_formats_without_a_packed_layout_and_odd_gate_up_are_refused() -> None:
-    with pytest.raises(SignatureError, match="NVFP4"):
-        PackedMatrix("m", "NVFP4", 128, 64)
+    with pytest.raises(SignatureError, match="FP32"):
+        PackedMatrix("m", "FP32", 128, 64)
     with pytest.raises(SignatureError, match="equal number"):
         PackedMatrix("m", "BF16", 3, 64, interleaved=True)
 

@@ -42,11 +42,12 @@ using SumsOf = float[2][N][4];
 //
 // A bf16 word with 8 bits or fewer set at its low end is that integer times 2^-133, subnormal or not: codes need no
 // conversion, and fma(u, scale 2^109, -bias scale 2^-24) is the weight times 2^-24, rounded once. The scale itself is
-// rounded to bf16; any binary16 scale stays in range. The factor 2^24 is made up for in the epilogue.
+// rounded to bf16; any binary16 scale stays in range. The factor 2^24 is made up for in the epilogue. NVFP4 is exact, with
+// a factor of its own (tiles.cuh).
 
 struct Scale {
     static constexpr uint32_t BIAS = FORMAT == Q4 ? 8 : FORMAT == Q5 ? 16 : FORMAT == Q6 ? 32 : 128;
-    uint32_t unit;     // of a code at bit 0, bf16 twice
+    uint32_t unit;     // of a code at bit 0, bf16 twice; NVFP4: two scales
     uint32_t shifted;  // Q4: of a code at bit 4
     uint32_t offset;   // -BIAS units
 
@@ -61,7 +62,7 @@ struct Scale {
 // Register i of operand A of mma j of a group.
 DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j, int i, const Scale& scale) {
     const int pair = 4 * j + i;
-    uint32_t codes, unit = scale.unit;
+    uint32_t codes = 0, unit = scale.unit;
     if constexpr (FORMAT == Q4) {
         const uint32_t word = j < 2 ? words[i] : words[i] >> 8;
         codes = word & (j % 2 ? 0x00f000f0u : 0x000f000fu);
@@ -81,7 +82,7 @@ DEVICE uint32_t scaled_pair(const uint32_t (&words)[Tile<FORMAT>::WORDS], int j,
             codes = words[pair / 2] >> (6 * (pair % 2)) & 0x003f003fu;
         else
             codes = lop3<0xea>(words[4 + i / 2] >> (8 + 2 * (i % 2)), 0x00300030u, words[i] >> 12 & 0x000f000fu);
-    } else {  // two's complement to offset binary
+    } else if constexpr (FORMAT == W8) {  // two's complement to offset binary
         codes = lop3<0x6a>(words[4 * (j / 2) + i] >> (8 * (j % 2)), 0x00ff00ffu, 0x00800080u);
     }
     return fma_bf16x2(codes, unit, scale.offset);
@@ -96,7 +97,7 @@ struct LaneWeights {
     static_assert(!STAGED_SCALES || (BLOCKS_PER_STAGE == 1 && Layout::SCALE_BYTES == 64), "64 bytes per tile row");
 
     uint32_t words[Layout::WORDS];
-    uint2 pairs;  // W8: scales of rows g and g + 8
+    uint2 pairs;  // W8, NVFP4: scales of rows g and g + 8
 
     // stage: byte of the stage's first block from the matrix's first on.
     DEVICE void load(const uint8_t* tiles, uint32_t stage, int group, int half, int lane) {
@@ -120,10 +121,19 @@ struct LaneWeights {
             words[5] = v.y;
         }
         if constexpr (FORMAT == W8) pairs = load_8(tiles + (block + Layout::SCALES_AT + (lane >> 2) * 8));
+        if constexpr (FORMAT == NVFP4) {
+            const uint32_t row = block + Layout::SCALES_AT + (lane >> 2) * 16 + in_block * 4;
+            pairs = make_uint2(load_4(tiles + row), load_4(tiles + (row + 8)));
+        }
     }
 
     // Scales of the lane's rows for a group of the stage, or a half of a group; staged: its 8 bytes of the ring.
     DEVICE void scales(const unsigned char* staged, int group, int half, Scale (&scale)[2]) const {
+        if constexpr (FORMAT == NVFP4) {
+            scale[0].unit = fp4_scales(pairs.x, lane_id());
+            scale[1].unit = fp4_scales(pairs.y, lane_id());
+            return;
+        }
         const uint2 both = STAGED_SCALES ? *reinterpret_cast<const uint2*>(staged) : pairs;
         const int second = FORMAT == W8 ? half : group;
         scale[0].set(second ? half_hi(both.x) : half_lo(both.x));
@@ -131,11 +141,15 @@ struct LaneWeights {
     }
 
     DEVICE void operand(int j, const Scale (&scale)[2], uint32_t (&a)[4]) const {
+        if constexpr (FORMAT == NVFP4) {
+            fp4_operand(a, words, j, {scale[0].unit, scale[1].unit});
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (FORMAT == BF16)
                 a[i] = words[4 * j + i];
-            else
+            else if constexpr (FORMAT != NVFP4)
                 a[i] = scaled_pair(words, j, i, scale[i & 1]);
         }
     }
@@ -258,6 +272,82 @@ DEVICE void multiply(const Params& p, Copies& copies, const uint8_t* tiles, uint
     }
     cp_async_wait<0>();
     __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
+}
+
+// The same with fewer registers, for two blocks per SM: operand A of a half group is made when it is multiplied, other
+// warps use the tensor cores meanwhile. copies.copy as above.
+template <bool IDLE, int L2_AHEAD, int N, typename Params, typename Copies>
+DEVICE void multiply_sparing(const Params& p, Copies& copies, const uint8_t* tiles, uint32_t first_row,
+                             uint32_t second_row, unsigned char* ring, int n_stages, SumsOf<N>& sums) {
+    using Lane = LaneWeights;
+    static_assert(FORMAT != BF16 && N * 8 <= TOKENS, "words are not the operand");
+    const int lane = static_cast<int>(lane_id());
+    const int g = lane >> 2, t = lane & 3;
+    Lane weights[2];
+    uint32_t at[2] = {first_row, second_row};  // byte of the stage whose words are loaded next
+    int slot = 0;
+    if (!IDLE) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) weights[m].load(tiles, at[m], 0, 0, lane);
+    }
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+#pragma unroll 1
+    for (int left = n_stages; left > 0; --left) {
+#pragma unroll 1
+        for (int group = 0; group < 2; ++group) {
+            if (group == 1) {  // the next stage is here, the one before is free
+                cp_async_wait<STAGES - 3>();
+                __syncthreads();
+                const bool valid = left >= STAGES;
+                unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
+                copies.copy(p, free_slot, valid);
+                if (!IDLE) {
+                    const uint32_t thread = thread_index_anew(), of_row = thread % 16;
+                    const uint32_t row = thread % WARP_LANES < 16 ? at[0] : at[1];
+                    if (Lane::STAGED_SCALES)
+                        cp_async_4(free_slot + TOKEN_BYTES + thread * 4,
+                                   tiles + (row + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) +
+                                            Lane::Layout::SCALES_AT + of_row * 4));
+#pragma unroll
+                    for (int line = 0; line < ceil_div(ROW_STAGE_BYTES, 128); line += 16)
+                        if (left > L2_AHEAD && (line + of_row) * 128 < ROW_STAGE_BYTES)
+                            prefetch_l2(tiles + (row + L2_AHEAD * ROW_STAGE_BYTES + (line + of_row) * 128));
+                }
+                cp_async_commit();
+            }
+            Scale scale[2][2];  // [m][row g, g + 8]
+#pragma unroll
+            for (int half = 0; half < 2 && !IDLE; ++half) {
+                uint32_t operand[2][2][4];  // [m][j][register]
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    if (half == 0 || FORMAT == W8)
+                        weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half,
+                                          scale[m]);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
+                    if (half == 1) {
+                        if (group == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
+                        weights[m].load(tiles, at[m], group ^ 1, 0, lane);
+                    }
+                }
+                const unsigned char* rows =
+                    ring + slot + g * 128 + group * GROUP_BYTES + (t + 4 * ((half ^ g) & 1)) * 16;
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const uint4 token = *reinterpret_cast<const uint4*>(rows + n * 1024);
+#pragma unroll
+                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][0], token.x, token.y);
+#pragma unroll
+                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][1], token.z, token.w);
+                }
+            }
+        }
+        slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+    }
+    cp_async_wait<0>();
+    __syncthreads();
 }
 
 template <int N>

@@ -1,7 +1,7 @@
 // y[token][row] = sum_k weight[row][k] x[token][k] for many tokens: weights in "tiles" (tiles.cuh), x bf16
 // [T][x_stride]. Alignment: x 16 bytes, x_stride a multiple of 8, tiles 64 bytes, outputs 4 bytes. Any T, N, K;
 // columns of x from K up to the next multiple of 128 hold zeros. Up to MATRICES matrices of the same K and FORMAT.
-// Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)); products are exact, sums fp32;
+// Reference: backends/reference/linear.py. Weights are bf16(code * bf16(scale)), of NVFP4 exact; products are exact, sums fp32;
 // tolerance against float64 on those weights 2e-6 |w||x| and one rounding of the output.
 //
 // A block computes 256 rows (16 tile rows) of TOKENS tokens, a warp 2 tile rows of all of them (tile_product.cuh).

@@ -1,7 +1,7 @@
 // y[token][row] = rstd[token] sum_k weight[row][k] x[token][k] for up to 48 tokens: weights in "tiles" (tiles.cuh),
 // x bf16 [T][x_stride], zero from K to x_stride. Up to MATRICES matrices of the same K in any mix of FORMATS.
 // Alignment: tiles 64 bytes, x and its rows 16, outputs 4. Codes and products are exact, sums fp32, scales multiply
-// sums of a group. Reference: backends/reference/linear.py; tolerance against float64 1e-5 |w||x| and one rounding.
+// sums of a group (NVFP4: the codes, exactly, and a factor the finished sums). Reference: backends/reference/linear.py; tolerance against float64 1e-5 |w||x| and one rounding.
 //
 // A row block is WARPS * MT tile rows, MT per warp; all warps walk the same columns. The line of (row block, step) units
 // of all matrices is cut into one span per block of the grid (the host weighs units by their bytes). A block that begins
@@ -40,7 +40,8 @@
 #define RELEASE_EARLY 1
 #endif
 
-enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
+enum Epilogue { STORE, SWIGLU, RESIDUAL, MIXED };  // as in ops/linear_small.py; MIXED: STORE or SWIGLU by matrix
+enum Kind { BF16_ROWS, FLOAT_ROWS, PAIRS };        // of a matrix's results; PAIRS: gate and up, where MIXED
 
 constexpr int MATRICES = 4;
 constexpr int WARPS = THREADS / WARP_LANES;
@@ -67,17 +68,19 @@ __host__ __device__ constexpr int step_bytes(int format) {
            : format == Q5 ? Step<Q5>::BYTES
            : format == Q6 ? Step<Q6>::BYTES
            : format == W8 ? Step<W8>::BYTES
-                          : Step<BF16>::BYTES;
+           : format == BF16 ? Step<BF16>::BYTES
+                            : Step<NVFP4>::BYTES;
 }
 
 __host__ __device__ constexpr int largest_step() {
     int bytes = 0;
-    for (int format = Q4; format <= BF16; ++format)
+    for (int format = Q4; format <= NVFP4; ++format)
         if ((FORMATS >> format & 1) && step_bytes(format) > bytes) bytes = step_bytes(format);
     return bytes;
 }
 constexpr int SLOT = largest_step();
 constexpr bool ONE_FORMAT = (FORMATS & (FORMATS - 1)) == 0;
+constexpr bool WITH_FACTOR = FORMATS >> NVFP4 & 1;
 constexpr int STAGE_BYTES = MT * SLOT;
 constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
 constexpr int X_ROW_PIECES = DIRECT ? 1 : X_COLUMNS / 8;
@@ -108,7 +111,8 @@ struct LinearSmallParams {
     uint32_t unit_weight[MATRICES];
     uint32_t first_weight[MATRICES];  // weight of the units before the matrix
     int out_stride[MATRICES];
-    int out_float[MATRICES];   // STORE: nonzero for fp32
+    int out_kind[MATRICES];    // STORE, MIXED: Kind
+    float factor[MATRICES];    // of sums; 1 but for NVFP4
     int n_units;
     uint32_t span_weight;      // of a block; the first span_rest blocks have one more
     uint32_t span_rest;
@@ -283,6 +287,50 @@ struct Columns {
     }
 };
 
+// The two mma of 32 columns for the n-th tile of tokens.
+DEVICE void multiply_half(Sums& sums, const uint32_t (&a)[MT][2][4], int n, const uint4& b) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) mma_bf16(sums[m][n], a[m][0], b.x, b.y);
+#pragma unroll
+    for (int m = 0; m < MT; ++m) mma_bf16(sums[m][n], a[m][1], b.z, b.w);
+}
+
+// A lane's weights of an NVFP4 step; tile row m's block is at slot + m * SLOT.
+struct Fp4Step {
+    static constexpr bool READ_AHEAD = NT <= 2;  // the words of both groups at once: registers
+
+    uint4 blocks[MT];
+    uint32_t words[READ_AHEAD ? 2 : 1][MT][Tile<NVFP4>::WORDS];
+    uint32_t scales[MT][2];  // of the group in work
+
+    DEVICE void read_words(const unsigned char* slot, int group, int lane) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) tile_words<NVFP4>(words[READ_AHEAD ? group : 0][m], slot + m * SLOT, group, lane);
+    }
+
+    DEVICE void read(const unsigned char* slot, int lane) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) blocks[m] = fp4_block_scales(slot + m * SLOT, lane);
+        read_words(slot, 0, lane);
+        if constexpr (READ_AHEAD) read_words(slot, 1, lane);
+    }
+
+    DEVICE void begin_group(int group, int lane) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            scales[m][0] = fp4_scales(group ? blocks[m].y : blocks[m].x, lane);
+            scales[m][1] = fp4_scales(group ? blocks[m].w : blocks[m].z, lane);
+        }
+    }
+
+    DEVICE void operands(uint32_t (&a)[MT][2][4], int group, int half) const {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) fp4_operand(a[m][j], words[READ_AHEAD ? group : 0][m], 2 * half + j, scales[m]);
+    }
+};
+
 // sums += (two mma per 32 columns) * scales for one step; tile row m's block is at slot + m * SLOT. Requests the step
 // STAGES - 1 ahead into `freed` behind its own first reads, which would wait for the copies' addresses otherwise.
 template <int F>
@@ -306,6 +354,22 @@ DEVICE void multiply(const unsigned char* slot, const Columns& x, WeightStream& 
             for (int m = 0; m < MT; ++m) {
                 mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
                 mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
+            }
+        }
+    } else if constexpr (F == NVFP4) {
+        Fp4Step step;
+        step.read(slot, lane);
+        stream.request(freed);
+#pragma unroll GROUPS_AT_ONCE
+        for (int group = 0; group < GROUPS; ++group) {
+            if (group > 0 && !Fp4Step::READ_AHEAD) step.read_words(slot, group, lane);
+            step.begin_group(group, lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t a[MT][2][4];
+                step.operands(a, group, half);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) multiply_half(sums, a, n, x.operand(n, 2 * group + half));
             }
         }
     } else {
@@ -427,6 +491,27 @@ DEVICE void multiply_direct(const unsigned char* slot, const uint8_t* const (&ro
             for (int m = 0; m < MT; ++m) {
                 mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
                 mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
+            }
+        }
+    } else if constexpr (F == NVFP4) {
+        Fp4Step step;
+        step.read(slot, lane);
+        stream.request(freed);
+        DirectColumns x;
+#pragma unroll
+        for (int group = 0; group < Step<F>::GROUPS; ++group) {
+            if (NT > 1 || group == 0) {
+                x = next;
+                next.fetch_next<UNIT / 32>(rows, column + (group + 1) * UNIT, column_end);
+            }
+            if (group > 0 && !Fp4Step::READ_AHEAD) step.read_words(slot, group, lane);
+            step.begin_group(group, lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t a[MT][2][4];
+                step.operands(a, group, half);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) multiply_half(sums, a, n, x.pieces[n][(NT == 1 ? 2 * group : 0) + half]);
             }
         }
     } else {
@@ -671,6 +756,7 @@ struct ResidualInputs {
 DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const ResidualInputs& in, const Sums& sums) {
     const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
     const int n_out = p.n_out[0];
+    const float factor = WITH_FACTOR ? p.factor[0] : 1.0f;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         if (m >= s.tiles) break;
@@ -681,7 +767,7 @@ DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = n * 8 + 2 * t + i % 2, row = tile * 16 + i / 2 * 8 + g;
-                const float x = in.x[m][n][i] + sums[m][n][i];
+                const float x = in.x[m][n][i] + sums[m][n][i] * factor;
                 if (row < n_out) squares[i % 2] += x * x;
                 if (token >= p.n_columns || row >= n_out) continue;
                 p.residual[token * n_out + row] = x;
@@ -705,7 +791,7 @@ DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const 
 
 DEVICE void store_value(const LinearSmallParams& p, int matrix, int token, int row, float value) {
     const int at = token * p.out_stride[matrix] + row;
-    if (EPILOGUE == STORE && p.out_float[matrix]) {
+    if ((EPILOGUE == STORE || EPILOGUE == MIXED) && p.out_kind[matrix] == FLOAT_ROWS) {
         static_cast<float*>(p.out[matrix])[at] = value;
     } else {
         static_cast<uint16_t*>(p.out[matrix])[at] = float_to_bf16(value);
@@ -726,9 +812,9 @@ DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* rs
             for (int i = 0; i < 2; ++i) {
                 const int token = n * 8 + 2 * t + i;
                 if (token >= p.n_columns) continue;
-                const float scale = p.ss != nullptr ? rstd[token] : 1.0f;
+                const float scale = (p.ss != nullptr ? rstd[token] : 1.0f) * (WITH_FACTOR ? p.factor[s.matrix] : 1.0f);
                 const float first = sums[m][n][i] * scale, second = sums[m][n][i + 2] * scale;
-                if constexpr (EPILOGUE == SWIGLU) {
+                if (EPILOGUE == SWIGLU || (EPILOGUE == MIXED && p.out_kind[s.matrix] == PAIRS)) {
                     const int row = tile * 8 + g;
                     if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
                 } else {
@@ -827,6 +913,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (format == W8) run<W8>(p, s, next_format, end, walk, sums);
         if constexpr (FORMATS >> BF16 & 1)
             if (format == BF16) run<BF16>(p, s, next_format, end, walk, sums);
+        if constexpr (FORMATS >> NVFP4 & 1)
+            if (format == NVFP4) run<NVFP4>(p, s, next_format, end, walk, sums);
         if constexpr (DIRECT)
             if (unit - s.length == begin) __syncthreads();  // rstd
         if (s.tiles > 0) {

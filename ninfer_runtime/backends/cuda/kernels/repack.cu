@@ -1,5 +1,5 @@
 // Rows of a matrix as the file stores them -> "tiles" (packing.py, the oracle; bit-exact). Row-split planes of Q4, Q5, Q6
-// and W8 (specs/layouts.md §2), or bf16 words. One warp per (tile row, step) block, a lane writes its own words.
+// and W8 (specs/layouts.md §2), bf16 words, or rows of E2M1 codes and swizzled E4M3 scales (§3). One warp per (tile row, step) block, a lane writes its own words.
 // Alignment: base plane 32 bytes, high plane 8, scales 2, bf16 rows 2, out 64. Rows come in two runs: the first gives rows
 // 0..7 of every tile row, the second rows 8..15; tile row i starts at row stride * i of a run. Experts follow each other
 // every expert_rows rows of both runs and have expert_tiles tile rows. Rows past n_rows of a run (of an expert) and columns
@@ -23,6 +23,7 @@ struct RepackParams {
     int groups;    // of a row in the file
     int expert_tiles;
     int expert_rows;
+    int scale_row[2];  // NVFP4: the run's first row, from the first row of its scales on
 };
 
 constexpr int BITS = FORMAT == Q4 ? 4 : FORMAT == Q5 ? 5 : FORMAT == Q6 ? 6 : FORMAT == W8 ? 8 : 16;
@@ -90,6 +91,38 @@ DEVICE void pack_words(uint32_t (&words)[Tile<FORMAT>::WORDS], const RepackParam
     }
 }
 
+// ---- NVFP4: eight codes of a row are four bytes of the file and a word here, four scales are a word in both
+
+DEVICE void pack_fp4(uint32_t (&words)[Tile<FORMAT>::WORDS], const RepackParams& p, int tile, int column) {
+    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
+    const int row = tile % p.expert_tiles * p.row_stride + g;
+    const size_t stored = static_cast<size_t>(tile / p.expert_tiles) * p.expert_rows + row;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const int run = w % 2, at = column + w / 2 * 32 + t * 8;
+        uint32_t codes = 0;
+        if (row < p.n_rows[run] && at < p.k) codes = load_4(p.base[run] + stored * (p.k / 2) + at / 2);
+        uint32_t halves[2];  // even columns, odd columns
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            uint32_t nibbles = codes >> (4 * odd) & 0x0f0f0f0fu;
+            nibbles = (nibbles | nibbles >> 4) & 0x00ff00ffu;
+            halves[odd] = (nibbles | nibbles >> 8) & 0x0000ffffu;
+        }
+        words[w] = halves[0] | halves[1] << 16;
+    }
+}
+
+// Word `lane` of a block's scales: row lane / 4 of run lane / 2 % 2, 64-column group lane % 2.
+DEVICE uint32_t fp4_scale_word(const RepackParams& p, int tile, int step) {
+    const int lane = static_cast<int>(lane_id()), run = lane / 2 % 2, group = step * 2 + lane % 2;
+    const int row = tile % p.expert_tiles * p.row_stride + lane / 4;
+    const int n = p.scale_row[run] + tile / p.expert_tiles * p.expert_rows + row;
+    if (row >= p.n_rows[run] || group * 64 >= p.k) return 0;
+    const size_t scale_tile = static_cast<size_t>(n / 128) * (p.k / 64) + group;
+    return load_4(p.scales[run] + scale_tile * 512 + n % 32 * 16 + n % 128 / 32 * 4);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) repack(const __grid_constant__ RepackParams p) {
     using L = Tile<FORMAT>;
     grid_dependency_wait();
@@ -103,7 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) repack(const _
 #pragma unroll 1
         for (int group = 0; group < L::GROUPS; ++group) {
             uint32_t words[L::WORDS];
-            pack_words(words, p, tile, step * L::STEP + group * 64);
+            if constexpr (FORMAT == NVFP4) {
+                pack_fp4(words, p, tile, step * L::STEP + group * 64);
+            } else {
+                pack_words(words, p, tile, step * L::STEP + group * 64);
+            }
 #pragma unroll
             for (int piece = 0; piece < L::PIECES; ++piece)
                 store_16(out + (group * L::PIECES + piece) * 512 + lane * 16,
@@ -114,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) repack(const _
                     store_4(out + L::REST_AT + ((lane * L::GROUPS + group) * L::REST + r) * 4, words[4 * L::PIECES + r]);
             }
         }
-        if constexpr (L::SCALE_BYTES > 0) {
+        if constexpr (FORMAT == NVFP4) {
+            store_4(out + L::SCALES_AT + lane * 4, fp4_scale_word(p, tile, step));
+        } else if constexpr (L::SCALE_BYTES > 0) {
             // Word i of the scales: row g = i / 4 of run i / 2 % 2, group i % 2.
             const int run = lane / 2 % 2, row = tile % p.expert_tiles * p.row_stride + lane / 4;
             const size_t at = static_cast<size_t>(tile / p.expert_tiles) * p.expert_rows + row;

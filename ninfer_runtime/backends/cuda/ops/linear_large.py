@@ -195,9 +195,9 @@ class _Launch:
             params.n_rows[i] = matrix.n_outputs
             params.n_tile_rows[i] = matrix.n_tiles
             params.stage_bytes[i] = STAGE_COLUMNS // tile.step * matrix.block_bytes
-            staged = tile.step == STAGE_COLUMNS and tile.scale_bytes
+            staged = tile.step == STAGE_COLUMNS and tile.scale_bytes and not tile.floating
             params.scales_at[i] = matrix.block_bytes - tile.scale_bytes if staged else -1
-            params.factor[i] = _WEIGHT_FACTOR if tile.group else 1.0
+            params.factor[i] = matrix.sums_factor * (_WEIGHT_FACTOR if tile.group and not tile.floating else 1.0)
             params.first_pair[i] = pairs
             pairs += -(-matrix.n_tiles // 2)
         params.n_pairs = pairs
@@ -206,7 +206,9 @@ class _Launch:
         params.flags = workspace + flags_at(self._n_sms)
         return params
 
-    def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
+    def launch(
+        self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output], *, pdl: bool
+    ) -> None:
         params = self._params
         cut = schedule(params.n_pairs, params.stages, n_tokens, self._n_sms, self._sizes)
         for i, (matrix, index) in enumerate(zip(self._matrices, self.indices, strict=True)):
@@ -217,7 +219,7 @@ class _Launch:
         params.x, params.x_stride, params.n_tokens = x, x_stride, n_tokens
         params.token_tiles = cut.token_tiles
         params.whole_tiles, params.shared_tiles = cut.whole_tiles, cut.shared_tiles
-        self._kernels[cut.tokens].launch((cut.blocks, 1, 1), params, stream)
+        self._kernels[cut.tokens].launch((cut.blocks, 1, 1), params, stream, pdl=pdl)
 
 
 class LinearLarge:
@@ -249,7 +251,9 @@ class LinearLarge:
         self._max_tokens = max_tokens
         self._launches = [_Launch(device, matrices, group, epilogue, workspace) for group in launches(matrices)]
 
-    def launch(self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output]) -> None:
+    def launch(
+        self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output], *, pdl: bool = True
+    ) -> None:
         """Queue the product of ``n_tokens`` rows of ``x``, bf16 [T][x_stride], 16-byte aligned, x_stride % 8 == 0.
 
         Columns of ``x`` from K up to the next multiple of 128 hold zeros; later ones are not read. ``outputs``: one
@@ -264,4 +268,4 @@ class LinearLarge:
         if len(outputs) != self._n_matrices:
             raise ValueError(f"{len(outputs)} outputs for {self._n_matrices} matrices")
         for launch in self._launches:
-            launch.launch(stream, n_tokens, x, x_stride, outputs)
+            launch.launch(stream, n_tokens, x, x_stride, outputs, pdl=pdl)

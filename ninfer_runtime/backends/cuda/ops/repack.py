@@ -6,10 +6,10 @@
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ninfer_format.formats import row_split_planes
+from ninfer_format.formats import blockscale_planes, row_split_planes
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
@@ -19,6 +19,8 @@ from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, TILE_ROWS, Packed
 _THREADS = 256
 _BLOCKS_PER_SM = 8
 _ALIGNMENT = 256
+_SWIZZLE_ROWS = 128
+"""Rows whose NVFP4 scales lie together."""
 
 
 class RepackParams(ctypes.Structure):
@@ -37,23 +39,29 @@ class RepackParams(ctypes.Structure):
         ("groups", ctypes.c_int32),
         ("expert_tiles", ctypes.c_int32),
         ("expert_rows", ctypes.c_int32),
+        ("scale_row", ctypes.c_int32 * 2),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """One plane of the file's matrix: offset in the object and bytes per row."""
+    """One plane of the file's matrix: offset in the object, and bytes of so many rows, which are not divided."""
 
     offset: int
     row_bytes: int
+    n_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """``n_rows`` rows that lie together in the file, and where each plane's bytes of them are staged."""
+    """``n_rows`` rows that lie together in the file, and where each plane's bytes of them are staged.
+
+    ``scale_row``: the first row, from the first row of what is staged of the scales on.
+    """
 
     n_rows: int
     staged: tuple[int, ...]
+    scale_row: int = 0
 
 
 def kernel_spec(tile: TileFormat) -> KernelSpec:
@@ -70,6 +78,9 @@ def _planes(matrix: PackedMatrix) -> tuple[_Plane, ...]:
     """Base, high (where there is one) and scale plane; the words of a BF16 matrix."""
     if not matrix.tile.group:
         return (_Plane(0, 2 * matrix.k),)
+    if matrix.tile.floating:
+        scale_offset = blockscale_planes((matrix.n_rows, matrix.k)).scale_offset
+        return (_Plane(0, matrix.k // 2), _Plane(scale_offset, _SWIZZLE_ROWS * matrix.k // 16, _SWIZZLE_ROWS))
     p = row_split_planes(matrix.format, (matrix.n_rows, matrix.k))
     groups = p.groups_per_row
     high = (_Plane(p.high_offset, groups * p.high_bytes_per_group),) if p.high_bytes else ()
@@ -85,8 +96,8 @@ def uploads(
     divided, so one upload stages more than ``max_staging_bytes`` when one does not fit.
     """
     planes = _planes(matrix)
-    row_bytes = sum(plane.row_bytes for plane in planes)
-    slack = 2 * len(planes) * _ALIGNMENT
+    row_bytes = sum(-(-plane.row_bytes // plane.n_rows) for plane in planes)
+    slack = 2 * sum(_ALIGNMENT + plane.row_bytes * (plane.n_rows > 1) for plane in planes)
     if matrix.n_experts > 1:
         step = max(1, (max_staging_bytes - slack) // (matrix.n_rows // matrix.n_experts * row_bytes))
         return [
@@ -94,10 +105,32 @@ def uploads(
             for first in range(0, matrix.n_experts, step)
         ]
     step = max(1, (max_staging_bytes - slack) // (TILE_ROWS * row_bytes))
+    undivided = max(1, max(plane.n_rows for plane in planes) // (TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS))
+    step = step // undivided * undivided or step
     return [
         _upload(device, matrix, planes, file_begin, first, min(first + step, matrix.n_tiles))
         for first in range(0, matrix.n_tiles, step)
     ]
+
+
+def _staged(planes: Sequence[_Plane], file_begin: int, row: int, n_rows: int, at: int) -> tuple[list[Piece], _Run, int]:
+    """Pieces that bring rows ``row`` on to staging memory from ``at`` on, these rows there, and where they end."""
+    pieces, staged = [], []
+    for plane in planes:
+        first, end = row // plane.n_rows, -(-(row + n_rows) // plane.n_rows)
+        n_bytes = (end - first) * plane.row_bytes
+        pieces.append(Piece(file_begin + plane.offset + first * plane.row_bytes, n_bytes, at))
+        staged.append(at)
+        at = up(at + n_bytes, _ALIGNMENT)
+    return pieces, _Run(n_rows, tuple(staged), row % planes[-1].n_rows), at
+
+
+def _behind(run: _Run, planes: Sequence[_Plane], skipped: int, n_rows: int) -> _Run:
+    """``n_rows`` of the same staged bytes, ``skipped`` rows further."""
+    staged = (
+        at if plane.n_rows > 1 else at + skipped * plane.row_bytes for at, plane in zip(run.staged, planes, strict=True)
+    )
+    return _Run(n_rows, tuple(staged), run.scale_row + skipped)
 
 
 def _upload(
@@ -106,21 +139,13 @@ def _upload(
     """Tile rows ``first`` to ``end``."""
     stride = TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS
     begin, n_rows = first * stride, min(end * stride, matrix.n_outputs) - first * stride
-    pieces: list[Piece] = []
-    staged_runs: list[_Run] = []
-    at = 0
-    for row in [begin, matrix.n_outputs + begin] if matrix.interleaved else [begin]:
-        staged = []
-        for plane in planes:
-            pieces.append(Piece(file_begin + plane.offset + row * plane.row_bytes, n_rows * plane.row_bytes, at))
-            staged.append(at)
-            at = up(at + n_rows * plane.row_bytes, _ALIGNMENT)
-        staged_runs.append(_Run(n_rows, tuple(staged)))
-    if not matrix.interleaved:
-        half = TILE_ROWS // 2
-        rest = (offset + half * plane.row_bytes for offset, plane in zip(staged_runs[0].staged, planes, strict=True))
-        staged_runs.append(_Run(max(0, n_rows - half), tuple(rest)))
-    finish = partial(_launch, device, matrix, tuple(staged_runs), stride, first, end - first)
+    pieces, run, at = _staged(planes, file_begin, begin, n_rows, 0)
+    if matrix.interleaved:
+        up_pieces, second, at = _staged(planes, file_begin, matrix.n_outputs + begin, n_rows, at)
+        pieces += up_pieces
+    else:
+        second = _behind(run, planes, TILE_ROWS // 2, max(0, n_rows - TILE_ROWS // 2))
+    finish = partial(_launch, device, matrix, (run, second), stride, first, end - first)
     return Upload(f"{matrix.name}[{first}:{end}]", tuple(pieces), at, finish)
 
 
@@ -130,16 +155,10 @@ def _upload_experts(
     """Experts ``first`` to ``end`` of a bank: their rows lie together in every plane."""
     n_rows = matrix.n_rows // matrix.n_experts
     second = matrix.n_outputs if matrix.interleaved else TILE_ROWS // 2  # where the second run begins
-    pieces, staged, at = [], [], 0
-    for plane in planes:
-        n_bytes = (end - first) * n_rows * plane.row_bytes
-        pieces.append(Piece(file_begin + plane.offset + first * n_rows * plane.row_bytes, n_bytes, at))
-        staged.append(at)
-        at = up(at + n_bytes, _ALIGNMENT)
-    rest = (offset + second * plane.row_bytes for offset, plane in zip(staged, planes, strict=True))
+    pieces, run, at = _staged(planes, file_begin, first * n_rows, (end - first) * n_rows, 0)
     runs = (
-        _Run(matrix.n_outputs, tuple(staged)),
-        _Run(matrix.n_outputs if matrix.interleaved else max(0, n_rows - second), tuple(rest)),
+        replace(run, n_rows=matrix.n_outputs),
+        _behind(run, planes, second, matrix.n_outputs if matrix.interleaved else max(0, n_rows - second)),
     )
     stride, tiles = (TILE_ROWS // 2 if matrix.interleaved else TILE_ROWS), matrix.expert_tiles
     finish = partial(_launch, device, matrix, runs, stride, first * tiles, (end - first) * tiles)
@@ -161,7 +180,7 @@ def _launch(
     for i, run in enumerate(runs):
         addresses = [staging + offset for offset in run.staged]
         p.base[i], p.high[i], p.scales[i] = addresses[0], addresses[len(addresses) // 2], addresses[-1]
-        p.n_rows[i] = run.n_rows
+        p.n_rows[i], p.scale_row[i] = run.n_rows, run.scale_row
     p.out = matrix.pointer + first * matrix.k_steps * matrix.block_bytes
     p.row_stride, p.n_tiles, p.k_steps, p.k = stride, n_tiles, matrix.k_steps, matrix.k
     p.groups = matrix.k_padded // matrix.tile.group if matrix.tile.group else 0
