@@ -12,7 +12,7 @@ from ninfer_format.directory import Directory, Identity
 from ninfer_format.inventory import Inventory, plan_inventory
 from ninfer_format.model_config import ModelConfig
 from ninfer_format.model_geometry import draft_head_rows, geometry_from_config
-from ninfer_format.published import CONFIG_RESOURCE, TOKENIZER_IDS
+from ninfer_format.published import CONFIG_RESOURCE, PUBLISHED, TOKENIZER_IDS, published_sections
 from ninfer_format.reader import Artifact, Objects
 from ninfer_format.recipes import recipe_for
 from ninfer_runtime.backends.cuda.device import Device
@@ -45,12 +45,13 @@ _TINY = {
     "tie_word_embeddings": False,
     "rope_parameters": {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000},
 }
-_PUBLISHED = ("qwen3.6-27b/groupwise-int", "qwen3.8-27b/groupwise-int")
-_TINY_RECIPES = ("groupwise-int", "w8", "bf16")
+_LARGE = ("qwen3.6-27b/groupwise-int", "qwen3.8-27b/groupwise-int", "qwen3.6-27b/nvfp4", "qwen3.6-27b/w8")
+_TINY_RECIPES = ("groupwise-int", "w8", "bf16", "nvfp4")
 _TINY_PREFIX = "tiny/"
 _TWIN_RECIPE = "groupwise-int"
-MODELS = (*_PUBLISHED, *(_TINY_PREFIX + name for name in _TINY_RECIPES))
-"""Names of the models whose kernels are compiled ahead: the dense identities, and the tiny model in every format."""
+MODELS = (*_LARGE, *(_TINY_PREFIX + name for name in _TINY_RECIPES))
+"""Names of the models whose kernels are compiled ahead: the dense identities, one of them in W8, and the tiny model in
+every recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,15 @@ def _resources(n_ids: int, config: bytes | None) -> Mapping[str, bytes]:
 
 
 def planned_model(name: str) -> BoundModel:
-    """A published identity or one of ``MODELS``, bound to an artifact that does not exist: shapes and formats, no
-    values."""
-    if not name.startswith(_TINY_PREFIX):
+    """A published identity, one of ``MODELS``, or a published model in another recipe (text only), bound to an artifact
+    that does not exist: shapes and formats, no values."""
+    if name.startswith(_TINY_PREFIX):
+        return _custom(name, _TINY, name.removeprefix(_TINY_PREFIX), _TINY_IDS)
+    identity = Identity.parse(name)
+    if identity in PUBLISHED:
         return _bound(name, plan_inventory(name), _resources(TOKENIZER_IDS, None))
-    return _custom(name, _TINY, name.removeprefix(_TINY_PREFIX), _TINY_IDS)
+    alike = next(known for known in PUBLISHED if known.model_id == identity.model_id)
+    return _custom(name, published_sections(alike)["text_config"], identity.weights_id, TOKENIZER_IDS)
 
 
 def dense_twin(model: BoundModel) -> BoundModel:

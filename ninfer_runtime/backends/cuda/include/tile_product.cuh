@@ -143,14 +143,14 @@ struct LaneWeights {
     DEVICE void operand(int j, const Scale (&scale)[2], uint32_t (&a)[4]) const {
         if constexpr (FORMAT == NVFP4) {
             fp4_operand(a, words, j, {scale[0].unit, scale[1].unit});
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if constexpr (FORMAT == BF16)
-                a[i] = words[4 * j + i];
-            else if constexpr (FORMAT != NVFP4)
-                a[i] = scaled_pair(words, j, i, scale[i & 1]);
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (FORMAT == BF16)
+                    a[i] = words[4 * j + i];
+                else
+                    a[i] = scaled_pair(words, j, i, scale[i & 1]);
+            }
         }
     }
 };
