@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format.errors import NinferError, UsageError
-from ninfer_runtime.config import PAGE_TOKENS, Acceptance, Dtype, KvDtype, Proposer, SamplingParams
+from ninfer_runtime.config import PAGE_TOKENS, Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer, SamplingParams
 
 if TYPE_CHECKING:
     from ninfer_runtime.models.binder import BoundModel
@@ -113,6 +113,8 @@ class ProgramLimits:
 class ProgramOptions:
     """How the arithmetic runs.
 
+    nvfp4_activations  "a4": prompt chunks of more columns than a round has multiply NVFP4 matrices by rows quantized to
+                   NVFP4 (specs/formats.md §9); "auto": where the card has a product for it
     weight_budget  bytes of decoded weights to keep resident, None = what fits
     kv_rotation    quantized keys and values are stored after a Walsh-Hadamard rotation of each head
     proposer       what drafts tokens; "none" takes no memory
@@ -124,6 +126,7 @@ class ProgramOptions:
     dtype: Dtype = "float32"
     kv_dtype: KvDtype = "auto"
     weight_budget: int | None = None
+    nvfp4_activations: Nvfp4Activations = "auto"
     kv_rotation: bool = True
     proposer: Proposer = "none"
     draft_head: bool = False

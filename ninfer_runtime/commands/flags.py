@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
-from ninfer_runtime.config import Acceptance, Dtype, KvDtype, Proposer
+from ninfer_runtime.config import Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer
 
 OnOff = Literal["on", "off"]
 
@@ -32,6 +32,10 @@ PrefillChunk = Annotated[
 ]
 KvRotation = Annotated[
     OnOff, typer.Option("--kv-rotation", help="Rotate each head before it is stored in int8 or fp6.")
+]
+Nvfp4ActivationsName = Annotated[
+    Nvfp4Activations,
+    typer.Option("--nvfp4-activations", help="Prompt rows that NVFP4 matrices multiply; auto: a4 on cards made for it."),
 ]
 KvCapacity = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.config import Acceptance, Dtype, EngineConfig, KvCapacity, KvDtype, Proposer
+from ninfer_runtime.config import Acceptance, Dtype, EngineConfig, KvCapacity, KvDtype, Nvfp4Activations, Proposer
 
 if TYPE_CHECKING:
     from ninfer_runtime.text.grammar import GrammarSpec
@@ -28,6 +28,7 @@ class EngineOptions:
     max_context: int | None = None
     prefill_chunk: int = 1024
     kv_rotation: bool = True
+    nvfp4_activations: Nvfp4Activations = "auto"
     kv_capacity: KvCapacity = None
     max_concurrency: int = 1
     spec: Proposer = "none"

@@ -110,6 +110,7 @@ def serve(
     kv_dtype: flags.KvDtypeName = "auto",
     kv_capacity: flags.KvCapacity = None,
     kv_rotation: flags.KvRotation = "on",
+    nvfp4_activations: flags.Nvfp4ActivationsName = "auto",
     spec: flags.Spec = "none",
     draft_tokens: flags.DraftTokens = 0,
     lm_head_draft: flags.LmHeadDraft = False,
@@ -138,6 +139,7 @@ def serve(
 
     engine: dict[str, Any] = {
         "kv_rotation": kv_rotation == "on",
+        "nvfp4_activations": nvfp4_activations,
         "kv_capacity": None if kv_capacity is None else read_capacity(kv_capacity),
         "draft_backoff": not no_draft_backoff,
     }

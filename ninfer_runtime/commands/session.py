@@ -63,6 +63,7 @@ class Session:
             max_context=wanted,
             prefill_chunk=options.prefill_chunk,
             kv_rotation=options.kv_rotation,
+            nvfp4_activations=options.nvfp4_activations,
             kv_capacity=options.kv_capacity,
             max_concurrency=options.max_concurrency,
             spec=options.spec,
