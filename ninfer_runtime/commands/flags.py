@@ -35,7 +35,7 @@ KvRotation = Annotated[
 ]
 Nvfp4ActivationsName = Annotated[
     Nvfp4Activations,
-    typer.Option("--nvfp4-activations", help="Prompt rows that NVFP4 matrices multiply; auto: a4 on cards made for it."),
+    typer.Option("--nvfp4-activations", help="Prompt rows that NVFP4 matrices multiply; auto: a4 on cards for it."),
 ]
 KvCapacity = Annotated[
     str | None,
