@@ -92,7 +92,7 @@ CUTS = [
 
 def test_cuts_into_rounds_change_no_bit(device: EmulatedDevice, fresh_seed: int) -> None:
     """(evaluated, committed) columns per round; the rest of a round's inputs were drafts that did not hold. The second
-    device is so small that blocks take their heads in two passes."""
+    device is so small that states are fetched ahead of their blocks."""
     generator = torch.Generator().manual_seed(fresh_seed)
     layer = random_layer(GdnGeometry(1, 3, 1), generator)
     x, wrong = (random_projections(layer.geometry, 8, generator) for _ in range(2))

@@ -3,16 +3,18 @@
 // Every operation here is rounded by itself or an explicit fma, in an order that does not depend on the caller: the
 // state after n columns has the same bits however they were cut into rounds.
 //
-// A block of 512 / PASSES threads holds 128 / PASSES rows of a head in registers. Lane (group = lane / 8, part = lane % 8)
-// of a warp holds rows 8 warp + 2 group + {0, 1} of them at keys 32 i + 4 part + {0..3}, i = 0..3.
+// A block of 256 threads holds a head in registers, 64 numbers each: lane (group = lane / 8, part = lane % 8) of a warp has
+// rows 16 warp + 4 group + {0..3} at keys 32 i + 4 part + {0..3}, i = 0..3.
 #pragma once
 
 #include "common.cuh"
 #include "gdn.cuh"
 #include "round.cuh"
 
-constexpr int GDN_PASS_ROWS = GDN_DIM / PASSES;
-static_assert(THREADS == 4 * GDN_PASS_ROWS, "four threads hold a row");
+constexpr int GDN_LANE_ROWS = 4, GDN_LANE_KEYS = 16;
+static_assert(THREADS * GDN_LANE_ROWS * GDN_LANE_KEYS == GDN_DIM * GDN_DIM, "the block's registers hold the head");
+
+using GdnRows = float[GDN_LANE_ROWS][GDN_LANE_KEYS];
 
 // f(i) for i < N, dealt to the threads of the block.
 template <int N, typename Function>
@@ -25,20 +27,20 @@ DEVICE void deal(Function f) {
 }
 
 struct GdnLane {
-    int row, part;  // first of the lane's two rows in a pass; which keys
+    int row, part;  // first of the lane's rows; which keys
 
     DEVICE GdnLane() {
         const uint32_t lane = lane_id();
-        row = static_cast<int>(threadIdx.x / WARP_LANES * 8 + lane / 8 * 2);
+        row = static_cast<int>(threadIdx.x / WARP_LANES * 16 + lane / 8 * GDN_LANE_ROWS);
         part = static_cast<int>(lane % 8);
     }
     DEVICE int offset() const { return row * GDN_DIM + 4 * part; }
 };
 
-DEVICE void load_state(float (&s)[2][16], const float* head, int pass, GdnLane at) {
-    head += at.offset() + pass * GDN_PASS_ROWS * GDN_DIM;
+DEVICE void load_state(GdnRows& s, const float* head, GdnLane at) {
+    head += at.offset();
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < GDN_LANE_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const Float4 x = load_global<Float4>(head + r * GDN_DIM + 32 * i);
@@ -47,56 +49,61 @@ DEVICE void load_state(float (&s)[2][16], const float* head, int pass, GdnLane a
         }
 }
 
-DEVICE void store_state(const float (&s)[2][16], float* head, int pass, GdnLane at) {
-    head += at.offset() + pass * GDN_PASS_ROWS * GDN_DIM;
+DEVICE void store_state(const GdnRows& s, float* head, GdnLane at) {
+    head += at.offset();
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < GDN_LANE_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             store_global(head + r * GDN_DIM + 32 * i,
                          Float4{{s[r][4 * i], s[r][4 * i + 1], s[r][4 * i + 2], s[r][4 * i + 3]}});
 }
 
-// S x of the lane's two rows, the same bits in the eight lanes of a group. x: 128 floats in shared memory.
-DEVICE void state_times(const float (&s)[2][16], const float* x, GdnLane at, float (&sum)[2]) {
-    x += 4 * at.part;
+// The lane's keys of a vector of 128 numbers in shared memory.
+DEVICE void load_keys(float (&k)[GDN_LANE_KEYS], const float* x, GdnLane at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Float4 k = *reinterpret_cast<const Float4*>(x + 32 * i);
+        const Float4 four = *reinterpret_cast<const Float4*>(x + 32 * i + 4 * at.part);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                sum[r] = i + e == 0 ? mul_rn(s[r][0], k.v[0]) : fmaf(s[r][4 * i + e], k.v[e], sum[r]);
+        for (int e = 0; e < 4; ++e) k[4 * i + e] = four.v[e];
     }
-#pragma unroll
-    for (int mask = 4; mask > 0; mask >>= 1)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) sum[r] += shfl_xor(sum[r], mask);
 }
 
-// u = beta (v - alpha S k): alpha is taken out of the product, so the state need not be decayed first. value: of the rows.
-DEVICE void correction(const float (&s)[2][16], const float* key, const float* value, GdnGates gates, GdnLane at,
-                       float (&u)[2]) {
-    float predicted[2];
-    state_times(s, key, at, predicted);
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-        u[r] = mul_rn(gates.beta, sub_rn(value[r], mul_rn(gates.alpha, predicted[r])));
+// Lanes whose number has the bit keep `high` of the pair, the others `low`; what they do not keep goes to their partner.
+// A mask chooses: of a condition the compiler makes branches, with the shuffle in both of them.
+DEVICE float halved(float low, float high, int part, int bit) {
+    const uint32_t is_high = (part & bit) != 0 ? 0xffffffffu : 0u, l = __float_as_uint(low), h = __float_as_uint(high);
+    const float kept = __uint_as_float(lop3<0xca>(is_high, h, l)), given = __uint_as_float(lop3<0xca>(is_high, l, h));
+    return kept + shfl_xor(given, bit);
 }
 
-// S <- alpha S + u k^T.
-DEVICE void advance_state(float (&s)[2][16], const float* key, float alpha, const float (&u)[2], GdnLane at) {
-    warp_sync();  // the key is read again: kept in registers since the product it would not fit
-    key += 4 * at.part;
+// One of the group's eight products: parts 0..3 end with S k of row `part % 4` of the lane's rows, parts 4..7 with S q.
+// Every lane gives away half of the sums that it still has and adds what it gets to the other half.
+DEVICE float state_products(const GdnRows& s, const float (&k)[GDN_LANE_KEYS], const float* query, GdnLane at) {
+    float sum[2][GDN_LANE_ROWS], q[GDN_LANE_KEYS];
+    load_keys(q, query, at);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const Float4 k = *reinterpret_cast<const Float4*>(key + 32 * i);
+    for (int j = 0; j < GDN_LANE_KEYS; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
+        for (int r = 0; r < GDN_LANE_ROWS; ++r) {
+            sum[0][r] = j == 0 ? mul_rn(s[r][0], k[0]) : fmaf(s[r][j], k[j], sum[0][r]);
+            sum[1][r] = j == 0 ? mul_rn(s[r][0], q[0]) : fmaf(s[r][j], q[j], sum[1][r]);
+        }
+    float four[4], two[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) s[r][4 * i + e] = fmaf(k.v[e], u[r], mul_rn(alpha, s[r][4 * i + e]));
-    }
+    for (int r = 0; r < 4; ++r) four[r] = halved(sum[0][r], sum[1][r], at.part, 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) two[r] = halved(four[r], four[2 + r], at.part, 2);
+    return halved(two[0], two[1], at.part, 1);
+}
+
+// S <- alpha S + u k^T; u: of the lane's rows.
+DEVICE void advance_state(GdnRows& s, const float (&k)[GDN_LANE_KEYS], float alpha, const float* u) {
+    const Float4 factor = *reinterpret_cast<const Float4*>(u);
+#pragma unroll
+    for (int j = 0; j < GDN_LANE_KEYS; ++j)
+#pragma unroll
+        for (int r = 0; r < GDN_LANE_ROWS; ++r) s[r][j] = fmaf(k[j], factor.v[r], mul_rn(alpha, s[r][j]));
 }
 
 // ---- records: what a round leaves behind so that its columns can be folded into the state later
@@ -139,24 +146,26 @@ struct GdnPending {
     float alpha[MAX_COLUMNS];
 };
 
-DEVICE void load_pending(GdnPending& pending, const GdnRecord& record, int n_columns, int head) {
+// Starts the copies; the caller waits for them.
+DEVICE void copy_pending(GdnPending& pending, const GdnRecord& record, int n_columns, int head) {
     constexpr int VECTORS = GDN_DIM / 4;
-    deal<2 * MAX_COLUMNS * VECTORS>([&](int i) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * VECTORS * n_columns; i += THREADS) {
         const int c = i / (2 * VECTORS), at = i % VECTORS * 4;
-        if (c >= n_columns) return;
-        const bool is_key = i / VECTORS % 2 == 0;
-        const float* const source = is_key ? record.key(c, head / GDN_RATIO) : record.correction(c, head);
-        *reinterpret_cast<Float4*>((is_key ? pending.key[c] : pending.correction[c]) + at) = load_global<Float4>(source + at);
-        if (i % (2 * VECTORS) == 0) pending.alpha[c] = *record.alpha(c, head);
-    });
+        if (i / VECTORS % 2 == 0)
+            cp_async_16(pending.key[c] + at, record.key(c, head / GDN_RATIO) + at);
+        else
+            cp_async_16(pending.correction[c] + at, record.correction(c, head) + at);
+        if (i % (2 * VECTORS) == 0) cp_async_4(&pending.alpha[c], record.alpha(c, head));
+    }
 }
 
 // Fold columns that every thread sees in shared memory.
-DEVICE void fold_columns(float (&s)[2][16], int n_columns, const GdnPending& pending, int pass, GdnLane at) {
-    const int row = pass * GDN_PASS_ROWS + at.row;
+DEVICE void fold_columns(GdnRows& s, int n_columns, const GdnPending& pending, GdnLane at) {
 #pragma unroll 1
     for (int c = 0; c < n_columns; ++c) {
-        const float u[2] = {pending.correction[c][row], pending.correction[c][row + 1]};
-        advance_state(s, pending.key[c], pending.alpha[c], u, at);
+        float k[GDN_LANE_KEYS];
+        load_keys(k, pending.key[c], at);
+        advance_state(s, k, pending.alpha[c], &pending.correction[c][at.row]);
     }
 }

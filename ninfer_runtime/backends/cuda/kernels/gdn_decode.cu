@@ -5,8 +5,8 @@
 // width]: bf16; a, b [T][VALUE_HEADS], a_log, dt_bias [VALUE_HEADS]: fp32. Column i of row b is line n_columns b + i; out is
 // zero in lines of columns that are not evaluated.
 // State S fp32 [slot][value head][value 128][key 128], history bf16 [slot][3][channels], records: gdn_step.cuh. All pointers
-// and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 512 / PASSES threads: with two
-// passes more heads are under way at a time, each reads half of its state a second time, from L2.
+// and strides are multiples of 16 bytes. Grid: (VALUE_HEADS, rows), 256 threads: a block holds a head in registers. Blocks that
+// find all SMs full have their state brought into L2 by those that run before them.
 // What the pending columns need was written launches ago and is read ahead of the dependency wait.
 // Reference: backends/reference/gdn.py in bfloat16; out within 1 bf16 ulp where the convolution's are equal.
 #include "common.cuh"
@@ -34,6 +34,7 @@ struct GdnDecodeParams {
     int gate_stride;
     int out_stride;
     int n_columns;  // lines per row
+    int n_ahead;    // blocks that run at a time; 0: states are not fetched ahead
     float norm_eps;
 };
 
@@ -58,67 +59,94 @@ struct Shared {
     uint16_t window[GDN_HISTORY + MAX_COLUMNS][3 * GDN_DIM];  // history, then this round's projections
     uint16_t z[MAX_COLUMNS][GDN_DIM];
     uint16_t norm[GDN_DIM];
-    int head;
 };
 static_assert(sizeof(Shared) <= BLOCK_SHARED, "dynamic shared memory of the launch");
 
-// Addresses are made from the row again wherever they are needed: 64 registers hold no more than the step.
-DEVICE GdnRecord record_of(const GdnDecodeParams& p, int buffer) {
-    return GdnRecord(p.record + p.rows[blockIdx.y].slot * p.record_slot_stride + buffer * p.record_buffer_stride);
+// What the row says of the block's head.
+struct Head {
+    int row, head, pending, n_columns;
+    float* matrix;
+    uint16_t* history;
+    GdnRecord folded, recorded;
+
+    DEVICE Head(const GdnDecodeParams& p, const RowState& state)
+        : row(static_cast<int>(blockIdx.y)),
+          head(static_cast<int>(blockIdx.x)),
+          pending(state.fold_columns),
+          n_columns(state.n_columns),
+          matrix(reinterpret_cast<float*>(p.state + state.slot * p.state_slot_stride) + head * GDN_DIM * GDN_DIM),
+          history(reinterpret_cast<uint16_t*>(p.history + state.slot * p.state_slot_stride)),
+          folded(p.record + state.slot * p.record_slot_stride + state.fold_buffer * p.record_buffer_stride),
+          recorded(p.record + state.slot * p.record_slot_stride + state.record_buffer * p.record_buffer_stride) {}
+};
+
+// The state of the block that takes the place of one that runs now.
+DEVICE void fetch_ahead(const GdnDecodeParams& p) {
+    const int block = block_index() + p.n_ahead, row = block / VALUE_HEADS;
+    if (p.n_ahead == 0 || row >= static_cast<int>(gridDim.y)) return;
+    const unsigned char* const slot = p.state + p.rows[row].slot * p.state_slot_stride;
+    prefetch_state(reinterpret_cast<const float*>(slot) + block % VALUE_HEADS * GDN_DIM * GDN_DIM);
 }
 
-DEVICE float* matrix_of(const GdnDecodeParams& p) {
-    unsigned char* const slot = p.state + p.rows[blockIdx.y].slot * p.state_slot_stride;
-    return reinterpret_cast<float*>(slot) + blockIdx.x * GDN_DIM * GDN_DIM;
-}
-
-// History and taps of the head's channels into shared memory, the history also to where it belongs from now on.
-DEVICE void stage_history(Shared& shared, const GdnDecodeParams& p, int slot, int pending) {
-    const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
-    const GdnChannels channels(static_cast<int>(blockIdx.x));
+// Starts the copies of what is older than the round: the head's history, taps, norm and pending columns.
+DEVICE void copy_old(Shared& shared, const GdnDecodeParams& p, const Head& own, const GdnChannels& channels) {
     // The history that this round continues: after a fold the columns behind the folded ones, which no block writes.
-    uint16_t* const own_history = reinterpret_cast<uint16_t*>(p.history + slot * p.state_slot_stride);
+    const uint16_t* const history = own.pending > 0 ? own.folded.window(own.pending) : own.history;
+    if (own.pending > 0) copy_pending(shared.pending, own.folded, own.pending, own.head);
     deal<(GDN_HISTORY + GDN_TAPS) * GDN_HEAD_VECTORS>([&](int i) {
-        const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, channel = channels.vector(vector);
-        const uint16_t* source = p.taps + (j - GDN_HISTORY) * GDN_CHANNELS;
-        if (j < GDN_HISTORY)
-            source = (pending > 0 ? record_of(p, p.rows[row].fold_buffer).window(pending) : own_history) + j * GDN_CHANNELS;
-        const uint4 words = load_16(source + channel);
-        if (j < GDN_HISTORY && channels.owns(vector)) {
-            if (pending > 0) store_16(own_history + j * GDN_CHANNELS + channel, words);
-            if (p.rows[row].n_columns > 0) store_16(record_of(p, p.rows[row].record_buffer).window(j) + channel, words);
-        }
-        *reinterpret_cast<uint4*>((j < GDN_HISTORY ? shared.window[j] : shared.taps[j - GDN_HISTORY]) + 8 * vector) = words;
+        const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, k = j - GDN_HISTORY;
+        const uint16_t* const source = j < GDN_HISTORY ? history + j * GDN_CHANNELS : p.taps + k * GDN_CHANNELS;
+        cp_async_16((j < GDN_HISTORY ? shared.window[j] : shared.taps[k]) + 8 * vector, source + channels.vector(vector));
     });
-    if (thread < GDN_DIM / 8) *reinterpret_cast<uint4*>(&shared.norm[8 * thread]) = load_16(p.norm + 8 * thread);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < PART_VECTORS) cp_async_16(&shared.norm[8 * thread], p.norm + 8 * thread);
+    cp_async_commit();
 }
 
-// This round's projections into shared memory and into the record; the last warp computes the gates, a lane per column.
-DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, int n_columns, const GdnChannels& channels) {
-    const int line = static_cast<int>(blockIdx.y) * p.n_columns, head = shared.head;
-    const GdnRecord record = record_of(p, p.rows[blockIdx.y].record_buffer);
-    deal<MAX_COLUMNS * LINE_VECTORS>([&](int i) {
-        const int c = i / LINE_VECTORS, vector = i % LINE_VECTORS;
-        if (c >= n_columns) return;
-        const int part = vector / PART_VECTORS, within = 8 * (vector % PART_VECTORS);
-        const uint16_t* source = part < 2 ? p.qk + static_cast<int64_t>(line + c) * p.qk_stride + channels.first(part)
-                                          : p.vz + static_cast<int64_t>(line + c) * p.vz_stride +
-                                                (part - 2) * GDN_VALUE_WIDTH + head * GDN_DIM;
-        const uint4 words = load_16(source + within);
-        if (part == 3) {
-            *reinterpret_cast<uint4*>(&shared.z[c][within]) = words;
-        } else {
-            *reinterpret_cast<uint4*>(&shared.window[GDN_HISTORY + c][8 * vector]) = words;
-            if (channels.owns(vector)) store_16(record.window(GDN_HISTORY + c) + channels.first(part) + within, words);
-        }
+// The history to where it belongs from now on.
+DEVICE void put_history(const Shared& shared, const Head& own, const GdnChannels& channels) {
+    deal<GDN_HISTORY * GDN_HEAD_VECTORS>([&](int i) {
+        const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, at = j * GDN_CHANNELS + channels.vector(vector);
+        if (!channels.owns(vector)) return;
+        const uint4 words = *reinterpret_cast<const uint4*>(&shared.window[j][8 * vector]);
+        if (own.pending > 0) store_16(own.history + at, words);
+        if (own.n_columns > 0) store_16(own.recorded.window(0) + at, words);
     });
-    const int own = static_cast<int>(threadIdx.x) - (THREADS - WARP_LANES);
-    if (own >= 0 && own < n_columns) {
-        const int at = (line + own) * p.gate_stride + head;
-        const float log_decay = gdn_log_decay(p.a[at], p.a_log[head], p.dt_bias[head]);
-        const GdnGates gates = {expf_precise(log_decay), sigmoid(p.b[at])};
-        shared.columns.gates[own] = gates;
-        *record.alpha(own, head) = gates.alpha;
+}
+
+// This round's projections into shared memory; the last warp computes the gates, a lane per column.
+DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, const Head& own, const GdnChannels& channels,
+                          float decay_rate, float dt_bias) {
+    const int line = own.row * p.n_columns, c_gate = static_cast<int>(threadIdx.x) - (THREADS - WARP_LANES);
+    const bool has_gates = c_gate >= 0 && c_gate < own.n_columns;
+    const int gate = has_gates ? (line + c_gate) * p.gate_stride + own.head : 0;
+    const float a = has_gates ? p.a[gate] : 0.0f, b = has_gates ? p.b[gate] : 0.0f;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < own.n_columns * LINE_VECTORS; i += THREADS) {
+        const int c = i / LINE_VECTORS, vector = i % LINE_VECTORS;
+        const int part = vector / PART_VECTORS, within = 8 * (vector % PART_VECTORS);
+        const uint16_t* const qk = p.qk + static_cast<int64_t>(line + c) * p.qk_stride + channels.first(part & 1);
+        const uint16_t* const vz = p.vz + static_cast<int64_t>(line + c) * p.vz_stride + own.head * GDN_DIM;
+        uint16_t* const window = &shared.window[GDN_HISTORY + c][8 * vector];
+        cp_async_16(part == 3 ? &shared.z[c][within] : window,
+                    (part < 2 ? qk : vz + (part - 2) * GDN_VALUE_WIDTH) + within);
+    }
+    cp_async_commit();
+    if (has_gates) {
+        const GdnGates gates = {expf_precise(-mul_rn(decay_rate, softplus(a + dt_bias))), sigmoid(b)};
+        shared.columns.gates[c_gate] = gates;
+        *own.recorded.alpha(c_gate, own.head) = gates.alpha;
+    }
+    cp_async_wait<0>();
+}
+
+DEVICE void record_columns(const Shared& shared, const Head& own, const GdnChannels& channels) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < own.n_columns * GDN_HEAD_VECTORS; i += THREADS) {
+        const int c = GDN_HISTORY + i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS;
+        if (channels.owns(vector))
+            store_16(own.recorded.window(c) + channels.vector(vector),
+                     *reinterpret_cast<const uint4*>(&shared.window[c][8 * vector]));
     }
 }
 
@@ -128,52 +156,48 @@ DEVICE void convolved(float (&x)[4], const Shared& shared, int c, int part) {
     unpack_4(convolve_4(&shared.window[c][channel], &shared.taps[0][channel], 3 * GDN_DIM), x);
 }
 
-// One warp: a column's query and its product with the key (part 0), its key (1) or its value (2).
-DEVICE void prepare_column(Shared& shared, const GdnDecodeParams& p, int c, int part, const GdnChannels& channels) {
+// One warp: a column's query, key and their product, or its value.
+DEVICE void prepare_column(Shared& shared, const Head& own, int c, bool is_value, const GdnChannels& channels) {
     const int lane = static_cast<int>(lane_id());
     float x[4], key[4];
-    convolved(x, shared, c, part);
-    if (part == 2) {
+    if (is_value) {
+        convolved(x, shared, c, 2);
         put_4(shared.columns.value[c], lane, x);
         return;
     }
-    if (part == 1) {
-        l2_normalize(x);
-        put_4(shared.columns.key[c], lane, x);
-        if (channels.owns_key) {
-            float* const recorded = record_of(p, p.rows[blockIdx.y].record_buffer).key(c, shared.head / GDN_RATIO);
-            store_global(recorded + 4 * lane, Float4{{x[0], x[1], x[2], x[3]}});
-        }
-        return;
-    }
+    convolved(x, shared, c, 0);
     convolved(key, shared, c, 1);
-    const float product = warp_sum(dot_4(key, x)), key_square = warp_sum(dot_4(key, key));
-    const float scale = mul_rn(l2_normalize(x), GDN_QUERY_SCALE);
+    const float product = warp_sum(dot_4(key, x));
+    const float scale = mul_rn(l2_normalize(x), GDN_QUERY_SCALE), key_scale = l2_normalize(key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = mul_rn(x[i], GDN_QUERY_SCALE);
     put_4(shared.columns.query[c], lane, x);
-    if (lane == 0) shared.columns.key_query[c] = mul_rn(product, mul_rn(scale, rsqrt_approx(key_square + GDN_L2_EPS)));
+    put_4(shared.columns.key[c], lane, key);
+    if (channels.owns_key)
+        store_global(own.recorded.key(c, own.head / GDN_RATIO) + 4 * lane, Float4{{key[0], key[1], key[2], key[3]}});
+    if (lane == 0) shared.columns.key_query[c] = mul_rn(product, mul_rn(scale, key_scale));
 }
 
-// Outputs and corrections of the rows in registers, column after column.
-DEVICE void evaluate(float (&s)[2][16], Shared& shared, int n_columns, int pass, GdnLane at) {
-    const int row = pass * GDN_PASS_ROWS + at.row;
+// Outputs and corrections, column after column.
+DEVICE void evaluate(GdnRows& s, Shared& shared, int n_columns, GdnLane at) {
+    const int row = at.row + at.part % GDN_LANE_ROWS;
+    const bool has_output = at.part >= GDN_LANE_ROWS;
 #pragma unroll 1
     for (int c = 0; c < n_columns; ++c) {
         const GdnGates gates = shared.columns.gates[c];
-        float u[2], decayed[2];
-        correction(s, shared.columns.key[c], &shared.columns.value[c][row], gates, at, u);
-        state_times(s, shared.columns.query[c], at, decayed);
-        // o = alpha S q + (k . q) u: the last column needs no new state.
-        if (at.part == 0) {
-            const float key_query = shared.columns.key_query[c];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                shared.correction[c][row + r] = u[r];
-                shared.out[c][row + r] = fmaf(key_query, u[r], mul_rn(gates.alpha, decayed[r]));
-            }
-        }
-        if (c + 1 < n_columns) advance_state(s, shared.columns.key[c], gates.alpha, u, at);
+        float k[GDN_LANE_KEYS];
+        load_keys(k, shared.columns.key[c], at);
+        const float decayed = mul_rn(gates.alpha, state_products(s, k, shared.columns.query[c], at));
+        // u = beta (v - alpha S k), o = alpha S q + (k . q) u: alpha is taken out of the products, so the state need not be
+        // decayed first, and the last column needs no new state.
+        const float u = mul_rn(gates.beta, sub_rn(shared.columns.value[c][row], decayed));
+        const float u_of_row = shfl_xor(u, GDN_LANE_ROWS);
+        if (has_output)
+            shared.out[c][row] = fmaf(shared.columns.key_query[c], u_of_row, decayed);
+        else
+            shared.correction[c][row] = u;
+        warp_sync();
+        if (c + 1 < n_columns) advance_state(s, k, gates.alpha, &shared.correction[c][at.row]);
     }
 }
 
@@ -182,55 +206,42 @@ DEVICE void evaluate(float (&s)[2][16], Shared& shared, int n_columns, int pass,
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(const __grid_constant__ GdnDecodeParams p) {
     DYNAMIC_SHARED(Shared, shared);
     grid_dependency_launch();
-    const int row = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) shared->head = static_cast<int>(blockIdx.x);
-    const int slot = p.rows[row].slot, pending = p.rows[row].fold_columns;
+    const Head own(p, p.rows[blockIdx.y]);
+    const GdnChannels channels(own.head);
     const GdnLane at;
-    prefetch_state(matrix_of(p));
-
-    stage_history(*shared, p, slot, pending);
-    if (pending > 0)
-        load_pending(shared->pending, record_of(p, p.rows[row].fold_buffer), pending, static_cast<int>(blockIdx.x));
+    copy_old(*shared, p, own, channels);
+    GdnRows s;
+    load_state(s, own.matrix, at);
+    fetch_ahead(p);
+    const float decay_rate = expf_precise(p.a_log[own.head]), dt_bias = p.dt_bias[own.head];
+    cp_async_wait<0>();
     __syncthreads();
-    float s[2][16];
-#pragma unroll 1
-    for (int pass = 0; pass < PASSES; ++pass) {
-        load_state(s, matrix_of(p), pass, at);
-        if (pending > 0) {
-            fold_columns(s, pending, shared->pending, pass, at);
-            store_state(s, matrix_of(p), pass, at);
-        }
+    put_history(*shared, own, channels);
+    if (own.pending > 0) {
+        fold_columns(s, own.pending, shared->pending, at);
+        store_state(s, own.matrix, at);
+        __syncthreads();
     }
-    __syncthreads();
-    // What follows is derived anew, from shared memory: 64 registers hold no more than the step.
-    const int head = shared->head, n_columns = p.rows[row].n_columns;
-    const int lane = static_cast<int>(lane_id()), warp = warp_index();
-    const GdnChannels channels(head);
 
     // Every block waits, also one without columns: the kernels behind rely on this one ending after those before it.
     grid_dependency_wait();
-    if (n_columns > 0) stage_columns(*shared, p, n_columns, channels);
+    const int lane = static_cast<int>(lane_id()), warp = warp_index(), n_columns = own.n_columns;
+    if (n_columns > 0) stage_columns(*shared, p, own, channels, decay_rate, dt_bias);
     __syncthreads();
 #pragma unroll 1
-    for (int task = warp; task < 3 * n_columns; task += WARPS) prepare_column(*shared, p, task / 3, task % 3, channels);
+    for (int task = warp; task < 2 * n_columns; task += WARPS) prepare_column(*shared, own, task / 2, task % 2 == 1, channels);
+    record_columns(*shared, own, channels);
     __syncthreads();
-
-    // The rows of the last pass are still in registers.
-#pragma unroll 1
-    for (int pass = PASSES - 1; pass >= 0; --pass) {
-        if (pass < PASSES - 1) load_state(s, matrix_of(p), pass, at);
-        evaluate(s, *shared, n_columns, pass, at);
-    }
+    evaluate(s, *shared, n_columns, at);
     __syncthreads();
 
     if (warp >= p.n_columns) return;
-    uint16_t* const out = p.out + static_cast<int64_t>(row * p.n_columns + warp) * p.out_stride + head * GDN_DIM + 4 * lane;
+    const int64_t line = own.row * p.n_columns + warp;
+    uint16_t* const out = p.out + line * p.out_stride + own.head * GDN_DIM + 4 * lane;
     if (warp >= n_columns) {
         store_8(out, uint2{0, 0});
         return;
     }
-    float* const recorded = record_of(p, p.rows[row].record_buffer).correction(warp, head) + 4 * lane;
-    store_global(recorded, *reinterpret_cast<const Float4*>(&shared->correction[warp][4 * lane]));
     float w[4], z[4], y[4];
     unpack_4(*reinterpret_cast<const uint2*>(&shared->norm[4 * lane]), w);
     unpack_4(*reinterpret_cast<const uint2*>(&shared->z[warp][4 * lane]), z);
@@ -239,4 +250,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] = o.v[i] * scale * w[i] * silu_fast(z[i]);
     store_8(out, pack_4(y));
+    store_global(own.recorded.correction(warp, own.head) + 4 * lane,
+                 *reinterpret_cast<const Float4*>(&shared->correction[warp][4 * lane]));
 }

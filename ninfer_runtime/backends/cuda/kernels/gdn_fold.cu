@@ -1,6 +1,6 @@
 // Flush pending records into the states of all layers: S and history as gdn_decode leaves them before its own columns,
 // bit for bit. entries: one per slot. States, histories and records as in gdn_decode.cu.
-// Grid: (VALUE_HEADS, layers, entries), 512 threads. Reference: backends/reference/gdn.py `replay`.
+// Grid: (VALUE_HEADS, layers, entries), 256 threads. Reference: backends/reference/gdn.py `replay`.
 #include "common.cuh"
 #include "gdn_step.cuh"
 
@@ -33,7 +33,6 @@ DEVICE float* matrix_of(const GdnFoldParams& p) {
 }  // namespace
 
 static_assert(sizeof(GdnPending) <= BLOCK_SHARED, "dynamic shared memory of the launch");
-static_assert(PASSES == 1, "the whole head at once");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const __grid_constant__ GdnFoldParams p) {
     DYNAMIC_SHARED(GdnPending, pending);
@@ -46,16 +45,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const
                            blockIdx.y * p.record_layer_stride);
     const GdnChannels channels(head);
     const GdnLane at;
-    prefetch_state(matrix_of(p));
+    copy_pending(*pending, record, entry.n_columns, head);
+    cp_async_commit();
+    GdnRows s;
+    load_state(s, matrix_of(p), at);
     if (thread < GDN_HISTORY * GDN_HEAD_VECTORS && channels.owns(thread % GDN_HEAD_VECTORS)) {
         const int j = thread / GDN_HEAD_VECTORS, channel = channels.vector(thread % GDN_HEAD_VECTORS);
         store_16(reinterpret_cast<uint16_t*>(p.history + own_offset(p)) + j * GDN_CHANNELS + channel,
                  load_16(record.window(entry.n_columns + j) + channel));
     }
-    load_pending(*pending, record, entry.n_columns, head);
-    float s[2][16];
-    load_state(s, matrix_of(p), 0, at);
+    cp_async_wait<0>();
     __syncthreads();
-    fold_columns(s, entry.n_columns, *pending, 0, at);
-    store_state(s, matrix_of(p), 0, at);  // the address is made again: 64 registers hold no more than the step
+    fold_columns(s, entry.n_columns, *pending, at);
+    store_state(s, matrix_of(p), at);
 }

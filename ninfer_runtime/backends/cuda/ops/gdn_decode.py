@@ -16,9 +16,9 @@ from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, TAPS, GdnGeometry, GdnLayerState, GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 
-_THREADS = 512
-_HEADS_PER_SM = {1: 2, 2: 3}
-"""Passes over a head's rows → blocks that the registers of a multiprocessor hold."""
+_THREADS = 256
+_HEADS_PER_SM = 2
+"""Blocks that the registers of a multiprocessor hold."""
 _FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 2 * MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
 _FOLD_SHARED = MAX_COLUMNS * (2 * DIM + 1) * 4 + 16
 _DECODE_SHARED = (
@@ -54,6 +54,7 @@ class GdnDecodeParams(ctypes.Structure):
         ("gate_stride", ctypes.c_int32),
         ("out_stride", ctypes.c_int32),
         ("n_columns", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
     )
 
@@ -101,22 +102,22 @@ class GdnLayerWeights:
     norm: int
 
 
-def _spec(geometry: GdnGeometry, name: str, shared: int, passes: int) -> KernelSpec:
-    defines = (*geometry.defines, ("PASSES", passes), ("BLOCK_SHARED", shared))
-    return KernelSpec(f"{name}.cu", name, defines, _THREADS // passes, shared, _HEADS_PER_SM[passes])
+def _spec(geometry: GdnGeometry, name: str, shared: int) -> KernelSpec:
+    defines = (*geometry.defines, ("BLOCK_SHARED", shared))
+    return KernelSpec(f"{name}.cu", name, defines, _THREADS, shared, _HEADS_PER_SM)
 
 
-def _decode_spec(geometry: GdnGeometry, passes: int) -> KernelSpec:
-    return _spec(geometry, "gdn_decode", _DECODE_SHARED, passes)
+def _decode_spec(geometry: GdnGeometry) -> KernelSpec:
+    return _spec(geometry, "gdn_decode", _DECODE_SHARED)
 
 
 def _fold_spec(geometry: GdnGeometry) -> KernelSpec:
-    return _spec(geometry, "gdn_fold", _FOLD_SHARED, 1)
+    return _spec(geometry, "gdn_fold", _FOLD_SHARED)
 
 
 def specs(geometry: GdnGeometry) -> list[KernelSpec]:
     """Every variant of rounds and flushes."""
-    return [*(_decode_spec(geometry, passes) for passes in _HEADS_PER_SM), _fold_spec(geometry)]
+    return [_decode_spec(geometry), _fold_spec(geometry)]
 
 
 class GdnDecode:
@@ -125,8 +126,8 @@ class GdnDecode:
     def __init__(self, device: Device, geometry: GdnGeometry) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._n_sms = device.n_sms
-        self._kernels = {passes: device.kernel(_decode_spec(geometry, passes)) for passes in _HEADS_PER_SM}
+        self._n_resident = _HEADS_PER_SM * device.n_sms
+        self._kernel = device.kernel(_decode_spec(geometry))
 
     def launch(
         self,
@@ -174,10 +175,10 @@ class GdnDecode:
             inputs.gate_stride or g.value_heads,
             out_stride or g.value_width,
             n_columns,
+            self._n_resident,
             g.norm_eps,
         )
-        passes = 1 if g.value_heads * n_rows <= _HEADS_PER_SM[1] * self._n_sms else 2
-        self._kernels[passes].launch((g.value_heads, n_rows, 1), params, stream, pdl=pdl)
+        self._kernel.launch((g.value_heads, n_rows, 1), params, stream, pdl=pdl)
 
 
 def fold_entries(entries: Sequence[tuple[int, int, int]]) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
