@@ -1,0 +1,291 @@
+// Experts of up to 48 token columns: which block of a launch reads which expert's weights, and the products themselves.
+//
+// Every block of a launch routes all columns by itself from the router's logits: a warp per column, then a list of the
+// distinct experts with their (column, rank) pairs in shared memory. That is one launch fewer on the way than a list that
+// one block makes for all others. A pair is column * TOP_K + rank.
+//
+// Weights are a ring of STAGES blocks of tiles.cuh per warp, which only its warp fills and reads, and which runs on from
+// expert to expert; activations go from global memory (L1) straight to registers, those of the block to come while this
+// one is multiplied. Up to eight tokens of an expert are one mma tile; more take more tiles of the same weights.
+#pragma once
+
+#include "moe.cuh"
+#include "tiles.cuh"
+
+#ifndef N_EXPERTS
+#define N_EXPERTS 256
+#endif
+#ifndef TOP_K
+#define TOP_K 8
+#endif
+#ifndef NT
+#define NT 1  // tiles of eight tokens
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+
+constexpr int WARPS = THREADS / WARP_LANES;
+constexpr int COLUMNS = NT * 8;
+constexpr int PAIRS = COLUMNS * TOP_K;
+constexpr int DISTINCT = N_EXPERTS < PAIRS ? N_EXPERTS : PAIRS;
+constexpr int MASK_WORDS = ceil_div(COLUMNS, 32);
+constexpr int CHUNKS = ceil_div(N_EXPERTS, WARP_LANES);
+static_assert(TOP_K <= WARP_LANES && CHUNKS <= WARP_LANES && N_EXPERTS < 65536 && NT <= 8, "geometry");
+
+struct Selection {
+    float shares[PAIRS];
+    float shared_share[COLUMNS];
+    uint32_t masks[N_EXPERTS][MASK_WORDS];  // columns of an expert
+    uint32_t chunks[CHUNKS];              // of 32 experts: how many are distinct, and << 16 their pairs
+    uint16_t begin_of[N_EXPERTS];
+    uint16_t ids[PAIRS];
+    uint16_t experts[DISTINCT];           // by falling share for one column, otherwise ascending
+    uint16_t begins[DISTINCT + 1];        // of an expert's pairs
+    uint16_t pairs[PAIRS];                // expert after expert, columns ascending
+    uint16_t n_distinct;
+};
+#ifdef SELECTION_BYTES
+static_assert(sizeof(Selection) <= SELECTION_BYTES, "shared memory of the selection");
+#endif
+
+// Routing of one column by a warp; logits fp32 [N_EXPERTS + 1], the last one of the shared expert.
+DEVICE void select_column(Selection& s, const float* logits, int column) {
+    const int lane = static_cast<int>(lane_id());
+    float mine[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        const int expert = lane + WARP_LANES * i;
+        mine[i] = expert < N_EXPERTS ? logits[expert] : 0.0f;
+    }
+    if (lane == 0) s.shared_share[column] = sigmoid(logits[N_EXPERTS]);
+    int ids[TOP_K];
+    float shares[TOP_K];
+    route_token<N_EXPERTS, TOP_K>(mine, ids, shares);
+    int id = 0;
+    float share = 0.0f;
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k) {
+        if (lane == k) {
+            id = ids[k];
+            share = shares[k];
+        }
+    }
+    if (lane < TOP_K) {
+        s.ids[column * TOP_K + lane] = static_cast<uint16_t>(id);
+        s.shares[column * TOP_K + lane] = share;
+        if (column == 0) {  // all there is where nothing else is
+            s.experts[lane] = static_cast<uint16_t>(id);
+            s.begins[lane] = static_cast<uint16_t>(lane);
+            s.pairs[lane] = static_cast<uint16_t>(lane);
+        }
+    }
+}
+
+DEVICE int columns_of(const Selection& s, int expert) {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < MASK_WORDS; ++w) count += __popc(s.masks[expert][w]);
+    return count;
+}
+
+// The distinct experts and their pairs, from the ids of all columns.
+DEVICE void list_experts(Selection& s, int n_columns) {
+    const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < N_EXPERTS * MASK_WORDS; i += THREADS) s.masks[i / MASK_WORDS][i % MASK_WORDS] = 0;
+    __syncthreads();
+    for (int pair = thread; pair < n_columns * TOP_K; pair += THREADS)
+        atomicOr(&s.masks[s.ids[pair]][pair / TOP_K / 32], 1u << (pair / TOP_K % 32));
+    __syncthreads();
+    for (int chunk = warp_index(); chunk < CHUNKS; chunk += WARPS) {
+        const int expert = chunk * WARP_LANES + lane;
+        const int count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
+        const uint32_t distinct = __popc(ballot(count > 0)), total = warp_sum(count);
+        if (lane == 0) s.chunks[chunk] = distinct | total << 16;
+    }
+    __syncthreads();
+    for (int chunk = warp_index(); chunk < CHUNKS; chunk += WARPS) {
+        const int expert = chunk * WARP_LANES + lane;
+        const int count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
+        const uint32_t before = warp_sum(lane < chunk ? s.chunks[lane] : 0u);
+        const uint32_t here = ballot(count > 0);
+        int end = count;
+#pragma unroll
+        for (int delta = 1; delta < WARP_LANES; delta *= 2) {
+            const int lower = shfl_up(end, delta);
+            if (lane >= delta) end += lower;
+        }
+        const int begin = static_cast<int>(before >> 16) + end - count;
+        const int position = static_cast<int>(before & 0xffffu) + __popc(here & ((1u << lane) - 1u));
+        if (count > 0) {
+            s.experts[position] = static_cast<uint16_t>(expert);
+            s.begins[position] = static_cast<uint16_t>(begin);
+            s.begin_of[expert] = static_cast<uint16_t>(begin);
+        }
+        if (chunk == CHUNKS - 1 && lane == 0) {
+            const int n = static_cast<int>(before & 0xffffu) + __popc(here);
+            s.n_distinct = static_cast<uint16_t>(n);
+            s.begins[n] = static_cast<uint16_t>(n_columns * TOP_K);
+        }
+    }
+    __syncthreads();
+    for (int pair = thread; pair < n_columns * TOP_K; pair += THREADS) {
+        const int expert = s.ids[pair], column = pair / TOP_K;
+        int place = s.begin_of[expert];
+#pragma unroll
+        for (int w = 0; w < MASK_WORDS; ++w) {
+            const uint32_t below = w < column / 32 ? 0xffffffffu : w > column / 32 ? 0u : (1u << (column % 32)) - 1u;
+            place += __popc(s.masks[expert][w] & below);
+        }
+        s.pairs[place] = static_cast<uint16_t>(pair);
+    }
+    __syncthreads();
+}
+
+// Routing of all columns by the block; logits fp32 [n_columns][N_EXPERTS + 1]. Ends with a barrier.
+DEVICE void select_experts(Selection& s, const float* logits, int n_columns) {
+    for (int column = warp_index(); column < n_columns; column += WARPS)
+        select_column(s, logits + column * (N_EXPERTS + 1), column);
+    if (n_columns == 1 && threadIdx.x == 0) {
+        s.n_distinct = TOP_K;
+        s.begins[TOP_K] = TOP_K;
+    }
+    __syncthreads();
+    if (n_columns > 1) list_experts(s, n_columns);
+}
+
+// The pairs of one expert.
+struct Expert {
+    int id;
+    int begin;  // in Selection::pairs
+    int count;
+    int tiles;  // of eight tokens
+
+    DEVICE void open(const Selection& s, int entry) {
+        id = s.experts[entry];
+        begin = s.begins[entry];
+        count = s.begins[entry + 1] - begin;
+        tiles = NT == 1 ? 1 : ceil_div(count, 8);
+    }
+
+    // Missing tokens read the last one's row: they make columns that nobody reads.
+    DEVICE int pair(const Selection& s, int token) const { return s.pairs[begin + minimum(token, count - 1)]; }
+};
+
+// The copying side of a warp's ring. A run is `left` blocks of n_bytes, `stride` bytes apart; 0 bytes behind the last one.
+struct WeightStream {
+    const uint8_t* at;
+    int stride;
+    int n_bytes;
+    int left;
+
+    DEVICE void run(const uint8_t* first, int n_blocks, int block_bytes, int block_stride) {
+        at = first + lane_id() * 16;
+        left = n_blocks;
+        n_bytes = block_bytes;
+        stride = block_stride;
+    }
+
+    DEVICE void end() {
+        left = 0x7fffffff;
+        n_bytes = 0;
+        stride = 0;
+    }
+
+    // Requests the next block into a slot; one group per call. True when the run is at its end: the next one is due.
+    template <int SLOT>
+    DEVICE bool request(unsigned char* slot) {
+        const int piece = static_cast<int>(lane_id()) * 16;
+#pragma unroll
+        for (int n = 0; n < ceil_div(SLOT, 512); ++n)
+            if (piece + n * 512 < n_bytes) cp_async_16(slot + piece + n * 512, at + n * 512);
+        at += stride;
+        cp_async_commit();
+        return --left == 0;
+    }
+};
+
+using Sums = float[NT][4];
+
+DEVICE void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < NT * 4; ++i) sums[i / 4][i % 4] = 0.0f;
+}
+
+// One lane's activations of a block's columns in the first tile of tokens: 16-byte pieces, 32 columns apart.
+template <int F>
+struct Pieces {
+    static constexpr int COUNT = Tile<F>::STEP / 32;
+    uint4 pieces[COUNT];
+
+    // row: of this lane's token, at its piece.
+    DEVICE void fetch(const uint8_t* row, int column) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) pieces[i] = load_16(row + column * 2 + i * 64);
+    }
+};
+
+// sums += weights x activations for one block in shared memory. first: pieces of the first tile of tokens; row_of(n): row
+// of this lane's token in tile n; requests the ring's next block behind its own reads.
+template <int F, typename Rows, typename Request>
+DEVICE void multiply_block(const unsigned char* slot, const Pieces<F>& first, const Rows& row_of, int column, int tiles,
+                           const Request& request, Sums& sums) {
+    using L = Tile<F>;
+    const int lane = static_cast<int>(lane_id());
+    uint32_t words[L::GROUPS][L::WORDS];
+    uint2 scales = {0, 0};
+    uint4 fp4 = {0, 0, 0, 0};
+    if constexpr (F == NVFP4)
+        fp4 = fp4_block_scales(slot, lane);
+    else if constexpr (F != BF16)
+        scales = tile_scales<F>(slot, lane);
+#pragma unroll
+    for (int group = 0; group < L::GROUPS; ++group) tile_words<F>(words[group], slot, group, lane);
+    request();
+#pragma unroll
+    for (int group = 0; group < L::GROUPS; ++group) {
+        uint32_t a[4][4];
+        if constexpr (F == NVFP4) {
+            const uint32_t both[2] = {fp4_scales(group ? fp4.y : fp4.x, lane), fp4_scales(group ? fp4.w : fp4.z, lane)};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) fp4_operand(a[j], words[group], j, both);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) tile_operand<F>(a[j], words[group], j);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            if (NT > 1 && n >= tiles) break;
+            uint4 b[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                b[half] = n == 0 ? first.pieces[2 * group + half]
+                                 : load_16(row_of(n) + (column + group * 64) * 2 + half * 64);
+            if constexpr (F == BF16 || F == NVFP4) {  // nothing is left to scale
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    mma_bf16(sums[n], a[2 * half], b[half].x, b[half].y);
+                    mma_bf16(sums[n], a[2 * half + 1], b[half].z, b[half].w);
+                }
+            } else {
+                float parts[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+                constexpr int SECOND = F == W8 ? 1 : 0;  // W8 has a scale per 32 columns
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    mma_bf16(parts[half * SECOND], a[2 * half], b[half].x, b[half].y);
+                    mma_bf16(parts[half * SECOND], a[2 * half + 1], b[half].z, b[half].w);
+                }
+#pragma unroll
+                for (int half = 0; half <= SECOND; ++half) {
+                    const bool second = F == W8 ? half == 1 : group == 1;  // of the block's two scales
+                    const float scale = second ? half_hi(scales.x) : half_lo(scales.x);
+                    const float scale8 = second ? half_hi(scales.y) : half_lo(scales.y);
+                    sums[n][0] += scale * parts[half][0];
+                    sums[n][1] += scale * parts[half][1];
+                    sums[n][2] += scale8 * parts[half][2];
+                    sums[n][3] += scale8 * parts[half][3];
+                }
+            }
+        }
+    }
+}
