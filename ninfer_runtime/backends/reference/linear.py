@@ -17,7 +17,7 @@ def linear_float32(x: Tensor, weights: Weights, view: View) -> Tensor:
     if weights.observer is not None:
         weights.observer(view.name, x)
     out = torch.empty((x.shape[0], view.n_rows), dtype=torch.float32, device=x.device)
-    x = x.float()
+    x = weights.activations.rows(x.float(), view.name)
     for block in weights.matrix(view):
         out[:, block.begin : block.end] = by_row_tiles(partial(torch.matmul, other=block.rows.float().T), x)
     return out

@@ -21,6 +21,7 @@ from ninfer_format.reader import Artifact
 from ninfer_runtime.config import Dtype
 from ninfer_runtime.models.views import View
 
+from .activations import ActivationFormats
 from .numerics import TORCH_DTYPES
 
 BLOCK_BYTES = 32 << 20
@@ -57,6 +58,7 @@ class Weights:
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
         self._lock = Lock()
         self.resident_bytes = 0
+        self.activations = ActivationFormats(artifact)
         self.observer: Callable[[str, Tensor], None] | None = None
         """Called with every matrix's name and the rows [T, K] that are about to be multiplied by it."""
 
