@@ -14,6 +14,7 @@ Proposer = Literal["none", "mtp"]
 Acceptance = Literal["equal", "ratio"]
 Nvfp4Activations = Literal["auto", "a4", "a16"]
 KvCapacity = int | Literal["auto"] | None
+WeightResidency = Literal["device", "ffn"]
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
 
 MAX_SEED = 2**64 - 1
@@ -133,6 +134,40 @@ DEFAULT_SAMPLING: Mapping[tuple[Architecture, bool], SamplingParams] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Residency:
+    """Where weights lie, and what of a machine may be used (``specs/offload.md``).
+
+    weights        "device", or "ffn": feed-forward networks in pinned host memory, copied ahead of each use
+    n_ffn_layers   with "ffn": layers whose networks stay on the device; None = as many as fit
+    streamed       indices of the other layers; None = a backend's choice, which it keeps in its plan
+    n_slots        networks that the device holds on the way; chosen with ``streamed``
+    host_embedding the token embedding in pinned host memory, of which rows are read
+    memory_limit   bytes of a card that is emulated: no more than such a card leaves a program is used
+    link_limit     bytes per second of its link: copies of networks take at least that long
+    rates          bytes per second of memory and link that ``streamed`` was chosen for, without the limit
+    """
+
+    weights: WeightResidency = "device"
+    n_ffn_layers: int | None = None
+    streamed: tuple[int, ...] | None = None
+    n_slots: int = 0
+    host_embedding: bool = False
+    memory_limit: int | None = None
+    link_limit: float | None = None
+    rates: tuple[float, float] | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as they need copies take."""
+        if self.link_limit is None or self.rates is None:
+            return 1.0
+        return max(1.0, self.rates[1] / self.link_limit)
+
+
+ON_DEVICE = Residency()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything fixed when an engine starts.
 
@@ -156,6 +191,7 @@ class EngineConfig:
     prefix_reuse   keep finished prompts and answers for requests that begin the same
     snapshots      saved states for that, on the device; ``host_snapshots`` in host memory
     max_pending    requests that may wait; ``pending_seconds``: how long one may (None: for ever)
+    weight_residency, n_ffn_layers, host_embedding, memory_limit, host_link_limit   as ``Residency`` has them
 
     Raises UsageError naming the field, the value and what is allowed.
     """
@@ -181,6 +217,11 @@ class EngineConfig:
     host_snapshots: int = 0
     max_pending: int = 16
     pending_seconds: float | None = None
+    weight_residency: WeightResidency = "device"
+    n_ffn_layers: int | None = None
+    host_embedding: bool = False
+    memory_limit: int | None = None
+    host_link_limit: float | None = None
 
     def __post_init__(self) -> None:
         _check_option("dtype", self.dtype, ("float32", "bfloat16"))
@@ -208,6 +249,26 @@ class EngineConfig:
         _check_integer("max_pending", self.max_pending, 1, 2**20, UsageError)
         if self.pending_seconds is not None and not 0 < self.pending_seconds < math.inf:
             raise UsageError(f"pending_seconds is {self.pending_seconds}, expected a positive number")
+        _check_option("weight_residency", self.weight_residency, ("device", "ffn"))
+        if self.n_ffn_layers is not None:
+            if self.weight_residency == "device":
+                raise UsageError("n_ffn_layers needs weight_residency 'ffn', which is 'device'")
+            _check_integer("n_ffn_layers", self.n_ffn_layers, 0, 2**20, UsageError)
+        if self.memory_limit is not None:
+            _check_integer("memory_limit", self.memory_limit, 1, 2**63 - 1, UsageError)
+        if self.host_link_limit is not None and not 0 < self.host_link_limit < math.inf:
+            raise UsageError(f"host_link_limit is {self.host_link_limit}, expected bytes per second")
+
+    @property
+    def residency(self) -> Residency:
+        """Where weights lie; which layers stream is the backend's choice."""
+        return Residency(
+            weights=self.weight_residency,
+            n_ffn_layers=self.n_ffn_layers,
+            host_embedding=self.host_embedding,
+            memory_limit=self.memory_limit,
+            link_limit=self.host_link_limit,
+        )
 
     @property
     def n_pages(self) -> int:

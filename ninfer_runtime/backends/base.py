@@ -39,7 +39,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format.errors import NinferError, UsageError
-from ninfer_runtime.config import PAGE_TOKENS, Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer, SamplingParams
+from ninfer_runtime.config import (
+    ON_DEVICE,
+    PAGE_TOKENS,
+    Acceptance,
+    Dtype,
+    KvDtype,
+    Nvfp4Activations,
+    Proposer,
+    Residency,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from ninfer_runtime.models.binder import BoundModel
@@ -120,6 +130,7 @@ class ProgramOptions:
     proposer       what drafts tokens; "none" takes no memory
     draft_head     the proposer uses the artifact's head over frequent ids instead of the full one
     acceptance     how drafts of sampled rows are accepted (``Round``)
+    residency      where weights lie; in a plan, with what the backend chose
     """
 
     device: str = "cpu"
@@ -131,6 +142,7 @@ class ProgramOptions:
     proposer: Proposer = "none"
     draft_head: bool = False
     acceptance: Acceptance = "equal"
+    residency: Residency = ON_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,7 @@ class MemoryPlan:
     device_snapshot_bytes: int
     host_snapshot_bytes: int
     graph_bytes: int = 0
+    host_weight_bytes: int = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -171,6 +184,7 @@ class MemoryPlan:
             ("device snapshots", self.device_snapshot_bytes),
             ("graphs", self.graph_bytes),
             ("host snapshots", self.host_snapshot_bytes),
+            ("host weights", self.host_weight_bytes),
         )
 
 

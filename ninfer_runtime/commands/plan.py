@@ -10,8 +10,8 @@ from typing import Any
 from ninfer_format.errors import UsageError
 from ninfer_format.published import PUBLISHED
 from ninfer_format.reader import Artifact
-from ninfer_runtime.backends.cuda.card import DRIVER_BYTES, CardBackend, card_key, card_named
-from ninfer_runtime.backends.cuda.planned import CARDS, Card, planned_model
+from ninfer_runtime.backends.cuda.card import CardBackend, card_key, card_named
+from ninfer_runtime.backends.cuda.planned import CARDS, DRIVER_BYTES, Card, planned_model
 from ninfer_runtime.commands.options import PlanOptions
 from ninfer_runtime.config import EngineConfig
 from ninfer_runtime.engine.memory_plan import GRID_SEQUENCES, Survey, mebibytes, survey

@@ -34,6 +34,7 @@ def program_options(config: EngineConfig) -> ProgramOptions:
         proposer=config.spec,
         draft_head=config.lm_head_draft,
         acceptance=config.acceptance,
+        residency=config.residency,
     )
 
 

@@ -230,7 +230,7 @@ def test_a_second_stream_takes_part_in_a_capture_and_forgotten_edges_show(order:
     with EmulatedDevice(order=order) as device:
         main, side, taken, filled = device.stream(), device.stream(), device.event(), device.event()
         slot, out = device.put(np.zeros(1, np.uint8)), device.put(np.zeros(4, np.uint8))
-        with nullcontext() if forgotten != "join" else pytest.raises(DeviceError, match="1 pieces .* not joined"):
+        with nullcontext() if forgotten != "join" else pytest.raises(DeviceError, match=r"1 pieces .* not joined"):
             with device.capture(main) as graph:
                 for i in range(4):
                     device.copy(out + i, slot, 1, main)

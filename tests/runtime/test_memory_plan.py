@@ -15,7 +15,8 @@ from ninfer_format.errors import UsageError
 from ninfer_runtime import Engine, EngineConfig
 from ninfer_runtime.backends import reference
 from ninfer_runtime.backends.base import ProgramOptions
-from ninfer_runtime.backends.cuda.card import DRIVER_BYTES, CardBackend, card_named
+from ninfer_runtime.backends.cuda.card import CardBackend, card_named
+from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES
 from ninfer_runtime.commands.options import PlanOptions
 from ninfer_runtime.commands.plan import planned_from
 from ninfer_runtime.config import PAGE_TOKENS

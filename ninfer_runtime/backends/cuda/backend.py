@@ -5,11 +5,12 @@ import re
 from ninfer_format.errors import UsageError
 from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
-from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.matrices import SmallMatrices
-from ninfer_runtime.backends.cuda.memory import lay_out, memory_plan, round_columns, snapshot_bytes
+from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES
+from ninfer_runtime.backends.cuda.planning import plan_program, with_residency
 from ninfer_runtime.backends.cuda.program import CudaProgram
+from ninfer_runtime.backends.cuda.rates import measured_rates
+from ninfer_runtime.backends.cuda.residency import Rates
 from ninfer_runtime.models.binder import BoundModel
 
 _DEVICE = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
@@ -28,23 +29,36 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, device: Device | None = None, *, progress: Progress = silent) -> None:
+    def __init__(
+        self, device: Device | None = None, *, progress: Progress = silent, rates: Rates | None = None
+    ) -> None:
+        """``rates`` of the device, where they are known."""
         self._given = device
+        self._rates = rates
         self._progress = progress
         self._opened: dict[int, Device] = {}
 
     def free_memory(self, options: ProgramOptions) -> int:
-        """Bytes that could be allocated now."""
-        return self._device(options).free_bytes()
+        """Bytes that could be allocated now, at most what a card of the limit would leave a program."""
+        free, limit = self._device(options).free_bytes(), options.residency.memory_limit
+        return free if limit is None else min(free, max(0, limit - DRIVER_BYTES))
 
     def plan_memory(self, model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> MemoryPlan:
         """The one allocation of a program; UsageError or UnsupportedError for what has no kernels."""
         if options.dtype != "bfloat16":
             raise UsageError(f"dtype {options.dtype!r} is not part of the cuda backend, expected bfloat16")
-        device, plan = self._device(options), ArenaPlan()
-        regions = lay_out(model, limits, options, device, plan)
-        SmallMatrices(device, plan, regions, round_columns(limits))
-        return memory_plan(limits, options, plan, snapshot_bytes(regions))
+        device = self._device(options)
+        if options.residency.weights == "ffn" and options.residency.streamed is None:
+            free, rates = self.free_memory(options), self.rates(options)
+            options = with_residency(model, limits, options, device, free, rates)
+        return plan_program(model, limits, options, device)
+
+    def rates(self, options: ProgramOptions) -> Rates:
+        """Of the device: given, or measured once."""
+        device = self._device(options)
+        if self._rates is None:
+            self._rates = measured_rates(device)
+        return self._rates
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> CudaProgram:
         """Compile, allocate, load."""

@@ -11,13 +11,10 @@ from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_format.inventory import expected_inventory, resident_bytes
 from ninfer_runtime.backends.base import MemoryPlan, Program, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
-from ninfer_runtime.backends.cuda.planned import CARDS, UNKNOWN_CARD, Card, dense_twin
+from ninfer_runtime.backends.cuda.planned import CARDS, UNKNOWN_CARD, USUAL_RATES, Card, dense_twin
 from ninfer_runtime.backends.kv_numeric import token_bytes
 from ninfer_runtime.config import KvStorage
 from ninfer_runtime.models.binder import BoundModel
-
-DRIVER_BYTES = 512 << 20
-"""Of the card's memory for the driver's context and the kernels' code: an allowance."""
 
 _BYTES = re.compile(r"([1-9][0-9]{0,15})(MiB|GiB)?")
 _UNITS = {None: 1, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -48,13 +45,13 @@ class CardBackend:
 
     def __init__(self, card: Card) -> None:
         self.card = card
-        self._backend = CudaBackend(card.as_device())
+        self._backend = CudaBackend(card.as_device(), rates=card.rates or USUAL_RATES)
         self._twins: dict[int, BoundModel] = {}
         self._weight_bytes: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def free_memory(self, options: ProgramOptions) -> int:
         """What the card has for a program when nothing else runs on it."""
-        return max(0, self.card.total_bytes - DRIVER_BYTES)
+        return self._backend.free_memory(options)
 
     def refusal(self, model: BoundModel, limits: ProgramLimits, options: ProgramOptions) -> str | None:
         """Why the backend does not run this today; None when it does."""
@@ -69,6 +66,8 @@ class CardBackend:
         try:
             return self._backend.plan_memory(model, limits, options)
         except UnsupportedError:
+            if options.residency.weights == "ffn":
+                raise
             return self._estimate(model, limits, options)
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> Program:
@@ -92,7 +91,7 @@ class CardBackend:
             plan,
             limits=limits,
             options=options,
-            weight_bytes=self._weight_bytes[known],
+            weight_bytes=self._weight_bytes[known] - plan.host_weight_bytes,
             kv_bytes=limits.n_pages * limits.page_tokens * token,
         )
 

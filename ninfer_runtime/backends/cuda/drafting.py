@@ -61,10 +61,16 @@ class Drafting:
         """The hidden row of one pending record; the entry as ``GdnFold`` takes it."""
         self._pass.fold(self._stream, entries, 1)
 
-    def follow_round(self, n_rows: int, n_drafts: Int32s | None) -> None:
-        """Queue the drafts of a round: as many steps as the row that wants most."""
-        for i in range(0 if n_drafts is None else int(n_drafts.max())):
+    def follow_round(self, n_rows: int, n_drafts: int) -> None:
+        """Launch the drafts of a round: as many steps as the row that wants most."""
+        for i in range(n_drafts):
             self._graphs.launch((n_rows, _FIRST if i == 0 else _NEXT), self._stream)
+
+    def queue(self, stream: Stream, n_rows: int, n_drafts: int) -> None:
+        """The same launch by launch, to be captured."""
+        for i in range(n_drafts):
+            step = self._pass.first if i == 0 else self._pass.next
+            step(stream, n_rows)
 
     def follow_prompt(
         self, chunk: PrefillChunk, lane: Lane, positions: Int32s, token_id: int | None, buffers: RoundBuffers

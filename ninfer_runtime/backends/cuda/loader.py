@@ -158,14 +158,17 @@ class _Ring:
 class _Mover:
     """Puts what was read on the copy stream, and each upload's ``finish`` on the other one at its last byte."""
 
-    def __init__(self, device: Device, uploads: Sequence[Upload]) -> None:
+    def __init__(self, device: Device, uploads: Sequence[Upload], lent: tuple[int, int]) -> None:
         self._device = device
         self._uploads = uploads
         self._copies, self._repacks = device.stream(), device.stream()
         self._arrived = device.event()
         staging_bytes = up(max((upload.staging_bytes for upload in uploads), default=0), _STAGING_ALIGNMENT)
-        self._staging = device.allocate(_N_STAGING * staging_bytes) if staging_bytes else 0
-        slots = ((self._staging + i * staging_bytes, device.event()) for i in range(_N_STAGING))
+        self._allocated = 0
+        staging, lent_bytes = lent
+        if lent_bytes < _N_STAGING * staging_bytes:
+            staging = self._allocated = device.allocate(_N_STAGING * staging_bytes)
+        slots = ((staging + i * staging_bytes, device.event()) for i in range(_N_STAGING))
         self._slots: deque[tuple[int, Event]] = deque(slots)
         self._current = -1
         self._left = 0
@@ -203,8 +206,8 @@ class _Mover:
 
     def close(self) -> None:
         """Give the staging memory back; no work may be running."""
-        if self._staging:
-            self._device.free(self._staging)
+        if self._allocated:
+            self._device.free(self._allocated)
 
 
 def load(
@@ -215,11 +218,13 @@ def load(
     progress: Progress = silent,
     readers: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    lent: tuple[int, int] = (0, 0),
 ) -> LoadReport:
     """Run all uploads, in order; everything has ended when it returns.
 
-    ``readers`` threads read (default: all cores but one, at most 16). Raises StorageError when the file became shorter
-    or cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
+    ``readers`` threads read (default: all cores but one, at most 16). ``lent``: address and bytes of device memory that
+    nothing uses meanwhile; where that is too little, staging memory is allocated. Raises StorageError when the file
+    became shorter or cannot be read, DeviceMemoryError when the staging memory or the pinned buffers do not fit.
     """
     started = time.perf_counter()
     uploads = [upload for upload in uploads if upload.n_bytes]
@@ -227,7 +232,7 @@ def load(
     chunk_bytes = up(min(chunk_bytes, max(n_bytes, 1)), _STAGING_ALIGNMENT)
     readers = readers or max(1, min(available_cores() - 1, _MAX_READERS, -(-n_bytes // chunk_bytes)))
     try:
-        mover = _Mover(device, uploads)
+        mover = _Mover(device, uploads, lent)
     except DeviceMemoryError as error:
         raise DeviceMemoryError(f"loading needs {_N_STAGING} staging buffers beside the weights: {error}") from None
     ring = _Ring(device, readers + _COPY_LAG, chunk_bytes)

@@ -4,8 +4,9 @@ Small forms take up to the columns of a round and can divide by the rms on the w
 rows that are normed already. Prompt chunks no longer than a round use the small forms too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
@@ -15,6 +16,7 @@ from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, activation_stride
+from ninfer_runtime.backends.cuda.ring import DOWN, GATE_UP, RESIDENT, NetworkUse
 from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors, MlpTensors, MoeTensors
 
 
@@ -24,6 +26,7 @@ class MlpSmall:
 
     gate_up: LinearSmall
     down: LinearSmall
+    use: NetworkUse = RESIDENT
 
     @property
     def specs(self) -> list[KernelSpec]:
@@ -43,8 +46,10 @@ class MlpSmall:
     def launch(self, stream: Stream, n_columns: int, a: Activations, rstd: RmsScale | None, residual: Residual) -> None:
         """``a.normed`` → ``residual``; its inner columns go through ``a.ffn``."""
         ffn = linear_small.Output(a.ffn, stride=activation_stride(self.down.matrices[0].k))
-        self.gate_up.launch(stream, n_columns, a.normed, rstd, (ffn,))
-        self.down.launch(stream, n_columns, a.ffn, residual=residual)
+        with self.use.half(stream, GATE_UP) as pdl:
+            self.gate_up.launch(stream, n_columns, a.normed, rstd, (ffn,), pdl=pdl)
+        with self.use.half(stream, DOWN) as pdl:
+            self.down.launch(stream, n_columns, a.ffn, residual=residual, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +80,30 @@ class SmallMatrices:
     Only tables are taken from ``taker``; ``prepare`` uploads them and loads kernels.
     """
 
-    def __init__(self, device: Device, taker: Taker, regions: Regions, max_columns: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        taker: Taker,
+        regions: Regions,
+        max_columns: int,
+        uses: Mapping[int, NetworkUse] = MappingProxyType({}),
+    ) -> None:
+        """``uses``: of layers whose networks are not resident."""
+
         def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
             return LinearSmall(device, taker, matrices, epilogue, max_columns, regions.linear_small_workspace)
 
-        def ffn(of: MlpTensors | MoeTensors) -> MlpSmall:
+        def ffn(of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall:
             assert isinstance(of, MlpTensors)
-            return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"))
+            return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"), use)
 
         self.layers = [
             LayerSmall(
                 inputs=small(layer.mixer.inputs.matrices, "store"),
                 output=small((layer.mixer.output,), "residual"),
-                ffn=ffn(layer.ffn),
+                ffn=ffn(layer.ffn, uses.get(i, RESIDENT)),
             )
-            for layer in regions.weights.blocks
+            for i, layer in enumerate(regions.weights.blocks)
         ]
         self.head = small((regions.weights.head,), "store")
         self.draft = None
@@ -217,8 +231,10 @@ class PromptMatrices:
             return
         gate_up, down = small.gate_up.matrices[0], small.down.matrices[0]
         wide = (linear_large.Output(a.ffn, stride=activation_stride(down.k)),)
-        large.gate_up.launch(stream, n_tokens, a.normed, activation_stride(gate_up.k), wide)
-        self._add(stream, small.down, large.down, a.ffn, n_tokens)
+        with small.use.half(stream, GATE_UP) as pdl:
+            large.gate_up.launch(stream, n_tokens, a.normed, activation_stride(gate_up.k), wide, pdl=pdl)
+        with small.use.half(stream, DOWN) as pdl:
+            self._add(stream, small.down, large.down, a.ffn, n_tokens, pdl=pdl)
 
     def project(self, stream: Stream, n_tokens: int, columns: int) -> None:
         """``x`` += input projection · ``columns``, of the draft layer."""
@@ -237,13 +253,15 @@ class PromptMatrices:
         wide = (linear_large.Output(a.logits, "fp32", logits_stride),)
         self._large.head.launch(stream, n_rows, normed, stride, wide)
 
-    def _add(self, stream: Stream, small: LinearSmall, large: LinearLarge, of: int, n_tokens: int) -> None:
+    def _add(
+        self, stream: Stream, small: LinearSmall, large: LinearLarge, of: int, n_tokens: int, *, pdl: bool = True
+    ) -> None:
         a, matrix = self._activations, small.matrices[0]
         if n_tokens <= self._max_columns:
             small.launch(stream, n_tokens, of, residual=Residual(a.x, a.ss))
             return
         wide = (linear_large.Output(a.x, "fp32", matrix.n_outputs),)
-        large.launch(stream, n_tokens, of, activation_stride(matrix.k), wide)
+        large.launch(stream, n_tokens, of, activation_stride(matrix.k), wide, pdl=pdl)
 
 
 def input_outputs(of: InputMatrices, base: int, n_tokens: int) -> tuple[linear_small.Output, ...]:

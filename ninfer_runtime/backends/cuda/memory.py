@@ -76,6 +76,7 @@ class Regions:
     """Addresses and layouts of one program."""
 
     weights: DeviceWeights
+    host_embedding: bool
     gdn: GdnGeometry
     attention: AttentionGeometry
     kv: KvLayout
@@ -135,8 +136,16 @@ def input_offsets(inputs: InputMatrices, n_tokens: int) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, taker: Taker) -> Regions:
-    """Take every region. UnsupportedError for models and options that have no kernels."""
+def lay_out(
+    model: BoundModel,
+    limits: ProgramLimits,
+    options: ProgramOptions,
+    device: Device,
+    taker: Taker,
+    host: Taker | None = None,
+) -> Regions:
+    """Take every region, those in host memory from ``host``. UnsupportedError for models and options that have no
+    kernels."""
     require(limits.max_rows <= MAX_ROWS, f"max_rows is {limits.max_rows}, the cuda backend has {MAX_ROWS}")
     require(
         limits.max_columns <= MAX_COLUMNS, f"max_columns is {limits.max_columns}, the cuda backend has {MAX_COLUMNS}"
@@ -149,7 +158,9 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     drafts = options.proposer != "none"
     if drafts:
         check_columns(limits, attention)
-    weights = plan_weights(model, taker, drafts=drafts, draft_head=options.draft_head)
+    weights = plan_weights(
+        model, taker, drafts=drafts, draft_head=options.draft_head, residency=options.residency, host=host
+    )
     states = GdnStateLayout(gdn)
     kv = KvLayout(len(spec.attention_layers) + drafts, text.n_kv_heads, limits.n_pages, kv_storage)
     chunk = prompt_tokens(limits)
@@ -190,6 +201,7 @@ def lay_out(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, d
     )
     return Regions(
         weights=weights,
+        host_embedding=options.residency.host_embedding,
         gdn=gdn,
         attention=attention,
         kv=kv,
@@ -241,8 +253,10 @@ def snapshot_bytes(regions: Regions) -> int:
     return state + (regions.draft.hidden_bytes if regions.draft is not None else 0)
 
 
-def memory_plan(limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan, state_bytes: int) -> MemoryPlan:
-    """The sums of a layout; ``state_bytes`` of one snapshot in host memory."""
+def memory_plan(
+    limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan, state_bytes: int, host_bytes: int = 0
+) -> MemoryPlan:
+    """The sums of a layout; ``state_bytes`` of one snapshot in host memory, ``host_bytes`` of weights there."""
     groups = dict(arena.rows())
     known = ("weights", "state", "kv", "snapshots")
     rest = arena.n_bytes - sum(groups.get(name, 0) for name in known)
@@ -256,4 +270,5 @@ def memory_plan(limits: ProgramLimits, options: ProgramOptions, arena: ArenaPlan
         device_snapshot_bytes=groups.get("snapshots", 0),
         host_snapshot_bytes=limits.host_snapshots * state_bytes,
         graph_bytes=graph_allowance(limits),
+        host_weight_bytes=host_bytes,
     )

@@ -16,11 +16,14 @@ from ninfer_format.published import CONFIG_RESOURCE, PUBLISHED, TOKENIZER_IDS, p
 from ninfer_format.reader import Artifact, Objects
 from ninfer_format.recipes import recipe_for
 from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.residency import Rates
 from ninfer_runtime.models.binder import BoundModel, bind
 from ninfer_runtime.models.vocabulary import TOKENIZER, TOKENIZER_CONFIG
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _ONE = struct.pack("<f", 1.0)
+DRIVER_BYTES = 512 << 20
+"""Of a card's memory for the driver's context and the kernels' code: an allowance."""
 
 # The smallest model of the dense architecture; the tests' trained one has these sizes.
 _TINY_IDS = 604
@@ -64,6 +67,12 @@ class Card:
     shared_per_sm: int
     l2_bytes: int
     total_bytes: int
+    rates: Rates | None = None
+    """As others measured them; None: not known."""
+
+    def free_bytes(self) -> int:
+        """What it has for a program when nothing else runs on it."""
+        return max(0, self.total_bytes - DRIVER_BYTES)
 
     def as_device(self) -> Device:
         """For functions that only read those numbers."""
@@ -71,11 +80,13 @@ class Card:
 
 
 CARDS = (
-    Card("RTX 5090", "sm_120a", 170, 100 * _KIB, 96 * _MIB, 32_607 * _MIB),
-    Card("RTX 5060 Ti", "sm_120a", 36, 100 * _KIB, 32 * _MIB, 16_311 * _MIB),
-    Card("H200", "sm_90a", 132, 228 * _KIB, 60 * _MIB, 143_771 * _MIB),
+    Card("RTX 5090", "sm_120a", 170, 100 * _KIB, 96 * _MIB, 32_607 * _MIB, Rates(1674.5e9, 55e9)),
+    Card("RTX 5060 Ti", "sm_120a", 36, 100 * _KIB, 32 * _MIB, 16_311 * _MIB, Rates(412e9, 27e9)),
+    Card("H200", "sm_90a", 132, 228 * _KIB, 60 * _MIB, 143_771 * _MIB, Rates(4411e9, 55.4e9)),
 )
-UNKNOWN_CARD = replace(CARDS[0], name="card")
+USUAL_RATES = Rates(412e9, 27e9)
+"""Of a card of which only the memory is known: what is streamed is chosen for these."""
+UNKNOWN_CARD = replace(CARDS[0], name="card", rates=None)
 """What a card is planned as of which only the memory is known."""
 TARGETS = tuple(dict.fromkeys(card.arch for card in CARDS))
 

@@ -35,22 +35,24 @@ from ninfer_runtime.backends.cuda.book import Launched, RoundBook, evaluated_col
 from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
 from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
-from ninfer_runtime.backends.cuda.graphs import GraphBook
-from ninfer_runtime.backends.cuda.loader import LoadReport, load
+from ninfer_runtime.backends.cuda.host_store import HostStore
 from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, prompt_tokens, round_columns
 from ninfer_runtime.backends.cuda.ops import linear_large, repack
-from ninfer_runtime.backends.cuda.ops.attention import rope_table
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnFold, fold_entries
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.round_begin import Counts, RoundBegin
 from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE, RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
+from ninfer_runtime.backends.cuda.planning import residency_notes
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
+from ninfer_runtime.backends.cuda.ring import Ring
+from ninfer_runtime.backends.cuda.round_graphs import RoundGraphs
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
 from ninfer_runtime.backends.cuda.snapshots import Part, Snapshots
 from ninfer_runtime.backends.cuda.staging import Staging
-from ninfer_runtime.backends.cuda.weights import DeviceWeights, raw_upload
+from ninfer_runtime.backends.cuda.starting import clear, load_weights
+from ninfer_runtime.backends.cuda.weights import DeviceWeights
 from ninfer_runtime.models.binder import BoundModel
 
 _FLOAT = 4
@@ -66,21 +68,25 @@ class CudaProgram:
         """Compile, allocate the plan, load, capture. A DeviceError names what does not fit."""
         self.model, self.plan, self.device = model, plan, device
         self.stream = device.stream()
+        self._host = HostStore(device, plan.host_weight_bytes)
         self._arena = Arena(device, plan.device_bytes)
         try:
             self._start(progress)
         except BaseException:
             self._arena.close()
+            self._host.close()
             raise
 
     def _start(self, progress: Progress) -> None:
         """Lay out, compile, load, capture."""
         model, plan, device = self.model, self.plan, self.device
         limits, spec = plan.limits, model.spec
-        self._regions = lay_out(model, limits, plan.options, device, self._arena)
+        self._regions = lay_out(model, limits, plan.options, device, self._arena, self._host)
         r = self._regions
         columns = round_columns(limits)
-        self._small = matrices.SmallMatrices(device, self._arena, r, columns)
+        self.ring = None if r.weights.ring is None else Ring(device, r.weights.ring, plan.options.residency.slowdown)
+        uses = {} if self.ring is None else self.ring.uses()
+        self._small = matrices.SmallMatrices(device, self._arena, r, columns, uses)
         device.prepare(
             [
                 *self._small.specs,
@@ -91,8 +97,10 @@ class CudaProgram:
                 *repack.specs({matrix.format for matrix in r.weights.matrices}),
             ]
         )
-        self._clear()
-        self.load_report = self._load(progress)
+        clear(device, self.stream, model, r)
+        self.load_report = load_weights(device, model, r, progress)
+        if self.ring is not None:
+            self.ring.fill()
         self._small.prepare()
         large = matrices.LargeMatrices(device, r, max(prompt_tokens(limits), columns), head_rows(limits))
         linear_large.clear_workspace(device, r.linear_large_workspace)
@@ -120,24 +128,18 @@ class CudaProgram:
         self._spans: list[tuple[Event, Event]] = []
         self._n_spans = 0
         device.synchronize()
-        self._graphs = GraphBook(device, self.stream)
-        self._graphs.record_all(
-            [(b, q) for b in range(1, limits.max_rows + 1) for q in range(1, limits.max_columns + 1)],
-            lambda shape, stream: self._round_pass.queue(stream, *shape),
-        )
-        if self._drafting is not None:
-            self._drafting.record(limits.max_rows)
+        self._graphs = RoundGraphs(device, self.stream, limits, self._round_pass.queue, self._drafting, self.ring)
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
         """The card, how loading went, which path the matrices take, what is captured."""
-        d, load, graphs = self.device, self.load_report, self._graphs
+        d, load = self.device, self.load_report
         return (
             ("device", f"{d.name}, {d.arch}, {d.n_sms} SMs"),
             ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
             ("matrices", matrices.matrix_paths(self._regions.weights.matrices)),
-            ("rounds", f"{len(graphs)} graphs of {graphs.n_nodes} launches"),
-            *(() if self._drafting is None else self._drafting.notes),
+            *residency_notes(self.model, self._regions, self.plan),
+            *self._graphs.notes,
         )
 
     def enter_thread(self) -> None:
@@ -283,10 +285,7 @@ class CudaProgram:
         if buffers.packed_masks.size:
             self.device.upload(memory.masks, buffers.packed_masks, self.stream)
         span = self._begin_span()
-        self._graphs.launch((round_.n_rows, round_.token_ids.shape[1]), self.stream)
-        extra = self._extras(round_)
-        if self._drafting is not None:
-            self._drafting.follow_round(round_.n_rows, round_.n_drafts)
+        extra = self._graphs.launch(round_, self._extras)
         self._end_span(span)
         self.device.download(memory.result, buffers.result, self.stream)
         self._events[index].record(self.stream)
@@ -317,9 +316,8 @@ class CudaProgram:
     def close(self) -> None:
         self.device.synchronize()
         self._graphs.close()
-        if self._drafting is not None:
-            self._drafting.close()
         self._arena.close()
+        self._host.close()
 
     # ---- hooks of the benchmarks ---------------------------------------------------------------
     @property
@@ -362,22 +360,6 @@ class CudaProgram:
     @property
     def _logits_stride(self) -> int:
         return up(self.model.spec.text.vocab_rows, 4)
-
-    def _load(self, progress: Progress) -> LoadReport:
-        weights, artifact = self._regions.weights, self.model.artifact
-        uploads = [raw_upload(self.model, tensor) for tensor in weights.raw]
-        for matrix in weights.matrices:
-            begin = artifact.payload_offset + artifact.objects[matrix.name].offset
-            uploads += repack.uploads(self.device, matrix, begin)
-        return load(self.device, artifact.path, uploads, progress=progress)
-
-    def _clear(self) -> None:
-        """Zeros in everything but the weights (padding columns are never written), ones where sums change hands."""
-        r, device, stream = self._regions, self.device, self.stream
-        device.fill(r.work_begin, 0, r.work_end - r.work_begin, stream)
-        r.linear_small_workspace.clear(device, stream)
-        device.synchronize(stream)
-        device.upload(r.rope, rope_table(self.model.spec))
 
     def _state_parts(self) -> list[Part]:
         """What a slot's state consists of."""

@@ -12,10 +12,13 @@ import numpy as np
 
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import ArtifactError, UnsupportedError
+from ninfer_format.geometry import up
 from ninfer_format.model_geometry import TextGeometry
-from ninfer_runtime.backends.cuda.arena import Taker
+from ninfer_runtime.backends.cuda.arena import ALIGNMENT, ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.loader import Piece, Upload
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix
+from ninfer_runtime.backends.cuda.ring import RingLayout, StreamedHalf, StreamedLayer
+from ninfer_runtime.config import ON_DEVICE, Residency
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.moe import MoeWeights
 from ninfer_runtime.models.qwen3_5 import AttentionWeights, GdnWeights, MlpWeights
@@ -144,13 +147,15 @@ class DraftTensors:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """All tensors of the text model, and of the layer that drafts for it."""
+    """All tensors of the text model, and of the layer that drafts for it. ``ring``: layers whose networks are copied to
+    where their matrices are said to be."""
 
     embedding: RawTensor
     layers: tuple[LayerTensors, ...]
     final_norm: RawTensor
     head: PackedMatrix
     draft: DraftTensors | None = None
+    ring: RingLayout | None = None
 
     @property
     def blocks(self) -> tuple[LayerTensors, ...]:
@@ -232,12 +237,22 @@ class _Placer:
         return InputMatrices(tuple(self.packed(firsts[name]) for name in names), MappingProxyType(places))
 
 
-def plan_weights(model: BoundModel, taker: Taker, *, drafts: bool = False, draft_head: bool = False) -> DeviceWeights:
+def plan_weights(
+    model: BoundModel,
+    taker: Taker,
+    *,
+    drafts: bool = False,
+    draft_head: bool = False,
+    residency: Residency = ON_DEVICE,
+    host: Taker | None = None,
+) -> DeviceWeights:
     """Take memory for every tensor, with ``drafts`` also for the draft layer's, and with ``draft_head`` for its own
-    head; UnsupportedError for formats and blocks that have no kernels."""
-    place = _Placer(model, taker)
-    embedding = place.raw(model.token_embedding)
-    layers = tuple(_block(model, w, place) for w in model.layers)
+    head; UnsupportedError for formats and blocks that have no kernels. What ``residency`` keeps in host memory is taken
+    from ``host``."""
+    place, host = _Placer(model, taker), ArenaPlan() if host is None else host
+    embedding = (_Placer(model, host) if residency.host_embedding else place).raw(model.token_embedding)
+    ring, networks = _ring(model, taker, host, residency)
+    layers = tuple(_block(model, w, place, networks.get(i)) for i, w in enumerate(model.layers))
     final_norm, head = place.raw(model.final_norm), place.packed(model.output_head)
     draft = None
     if drafts and model.mtp is not None:
@@ -250,7 +265,32 @@ def plan_weights(model: BoundModel, taker: Taker, *, drafts: bool = False, draft
             final_norm=place.raw(model.mtp.final_norm),
             head=None if own_head is None else place.packed(own_head.rows),
         )
-    return DeviceWeights(embedding, layers, final_norm, head, draft)
+    return DeviceWeights(embedding, layers, final_norm, head, draft, ring)
+
+
+def _ring(
+    model: BoundModel, taker: Taker, host: Taker, residency: Residency
+) -> tuple[RingLayout | None, Mapping[int, MlpTensors]]:
+    """Slots for the streamed networks, as large as the largest of them; the networks, each in its slot."""
+    if not (streamed := residency.streamed):
+        return None, {}
+    found, counted = {}, _Placer(model, ArenaPlan())
+    for i in streamed:
+        network = model.layers[i].ffn
+        assert isinstance(network, MlpWeights)
+        found[i] = _mlp(network, counted)
+    sizes = [up(max(tensors.matrices[half].n_bytes for tensors in found.values()), ALIGNMENT) for half in (0, 1)]
+    base = taker.take("weights/ring", residency.n_slots * sum(sizes))
+    layers = []
+    for k, (i, tensors) in enumerate(found.items()):
+        at = base + k % residency.n_slots * sum(sizes)
+        found[i] = MlpTensors(tensors.gate_up.at(at), tensors.down.at(at + sizes[0]))
+        halves = [
+            StreamedHalf(m.name, host.take(f"host/{m.name}", m.n_bytes), m.pointer, m.n_bytes)
+            for m in found[i].matrices
+        ]
+        layers.append(StreamedLayer(i, (halves[0], halves[1])))
+    return RingLayout(tuple(layers), residency.n_slots), found
 
 
 def _mlp(w: MlpWeights, place: _Placer) -> MlpTensors:
@@ -268,7 +308,12 @@ def _moe(w: MoeWeights, text: TextGeometry, place: _Placer) -> MoeTensors:
     )
 
 
-def _block(model: BoundModel, w: LayerWeights, place: _Placer) -> LayerTensors:
+def _ffn(model: BoundModel, w: MlpWeights | MoeWeights, place: _Placer) -> MlpTensors | MoeTensors:
+    return _mlp(w, place) if isinstance(w, MlpWeights) else _moe(w, model.spec.text, place)
+
+
+def _block(model: BoundModel, w: LayerWeights, place: _Placer, network: MlpTensors | None = None) -> LayerTensors:
+    """``network``: one that has its place already."""
     mixer: GdnTensors | AttentionTensors
     if isinstance(w.mixer, GdnWeights):
         mixer = GdnTensors(
@@ -290,7 +335,7 @@ def _block(model: BoundModel, w: LayerWeights, place: _Placer) -> LayerTensors:
         input_norm=place.raw(w.input_norm),
         mixer=mixer,
         post_attention_norm=place.raw(w.post_attention_norm),
-        ffn=_mlp(w.ffn, place) if isinstance(w.ffn, MlpWeights) else _moe(w.ffn, model.spec.text, place),
+        ffn=_ffn(model, w.ffn, place) if network is None else network,
     )
 
 

@@ -9,6 +9,7 @@ from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import UsageError
 from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.checks import check_proposer
+from ninfer_runtime.config import ON_DEVICE
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.moe import MoeWeights
 from ninfer_runtime.models.qwen3_5 import MlpWeights
@@ -71,6 +72,10 @@ def plan_memory(model: BoundModel, limits: ProgramLimits, options: ProgramOption
     decoded = sum(matrices(model, options).values()) * size
     budget = free_memory(device) // 2 if options.weight_budget is None else options.weight_budget
     check_proposer(model, limits, options)
+    if options.residency != ON_DEVICE:
+        raise UsageError(
+            "--weight-residency, --host-embedding, --memory-limit and --host-link-limit are options of the cuda backend"
+        )
     one_state = state_bytes(spec, size) + last_token_bytes(spec, size, options)
     check_kv(spec, options)
     counts = limits.n_slots * spec.text.vocab_rows * FLOAT32_BYTES

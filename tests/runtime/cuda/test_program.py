@@ -121,10 +121,10 @@ def test_start_that_fails_gives_the_memory_back(dense_model: BoundModel, monkeyp
     plan = backend.plan_memory(dense_model, LIMITS, ProgramOptions(device="cuda", dtype="bfloat16"))
     free = device.free_bytes()
 
-    def fails(self: CudaProgram, progress: object) -> None:
+    def fails(*given: object) -> None:
         raise DeviceError("the file ended early")
 
-    monkeypatch.setattr(CudaProgram, "_load", fails)
+    monkeypatch.setattr("ninfer_runtime.backends.cuda.program.load_weights", fails)
     with pytest.raises(DeviceError, match="ended early"):
         backend.create(dense_model, plan)
     assert device.free_bytes() == free

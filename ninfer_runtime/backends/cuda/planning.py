@@ -1,0 +1,177 @@
+"""What a program takes before anything is allocated, which networks it streams, and how fast its rounds should be."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ninfer_format.errors import UnsupportedError, UsageError
+from ninfer_format.geometry import up
+from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
+from ninfer_runtime.backends.cuda.arena import ALIGNMENT, ArenaPlan
+from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.matrices import SmallMatrices
+from ninfer_runtime.backends.cuda.memory import Regions, lay_out, memory_plan, round_columns, snapshot_bytes
+from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.packing import PackedMatrix
+from ninfer_runtime.backends.cuda.residency import (
+    ACCEPTANCE,
+    LayerBytes,
+    Rates,
+    RoundBytes,
+    RoundTime,
+    choose,
+    round_time,
+)
+from ninfer_runtime.backends.cuda.weights import GdnTensors, LayerTensors, MlpTensors
+from ninfer_runtime.models.binder import BoundModel
+
+_PREDICTED_DRAFTS = 3
+
+
+def plan_program(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device) -> MemoryPlan:
+    """The sums of a program whose residency is chosen; UsageError or UnsupportedError for what has no kernels."""
+    plan, host = ArenaPlan(), ArenaPlan()
+    regions = lay_out(model, limits, options, device, plan, host)
+    SmallMatrices(device, plan, regions, round_columns(limits))
+    return memory_plan(limits, options, plan, snapshot_bytes(regions), host.n_bytes)
+
+
+def with_residency(
+    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, free: int, rates: Rates
+) -> ProgramOptions:
+    """The options with the networks that are streamed so that ``free`` bytes hold the program, if that is possible.
+
+    UnsupportedError for a mixture of experts, UsageError for more resident layers than there are.
+    """
+    residency, n_layers = options.residency, len(model.layers)
+    if (residency.n_ffn_layers or 0) > n_layers:
+        raise UsageError(f"n_ffn_layers is {residency.n_ffn_layers}, the model has {n_layers} layers")
+    regions = lay_out(model, limits, _resident(options), device, ArenaPlan())
+    cost = round_bytes(model, regions, limits, limits.max_drafts)
+    sizes = [_network(layer) for layer in regions.weights.layers]
+    if any(size is None for size in sizes):
+        raise UnsupportedError(
+            f"{model.artifact.path}: a mixture of experts reads other parts of its networks in every round, which are "
+            "not streamed; leave --weight-residency ffn out"
+        )
+    networks = [(up(size[0], ALIGNMENT), up(size[1], ALIGNMENT)) for size in sizes if size is not None]
+    resident = plan_program(model, limits, _resident(options), device).reserved_bytes
+    fixed = resident - sum(map(sum, networks))
+
+    def fits(streamed: tuple[int, ...], n_slots: int) -> bool:
+        moving = set(streamed)
+        stays = sum(sum(size) for i, size in enumerate(networks) if i not in moving)
+        slot = sum(max((networks[i][half] for i in streamed), default=0) for half in (0, 1))
+        return fixed + stays + n_slots * slot <= free
+
+    choice = choose(cost, rates.limited(residency), residency, fits)
+    chosen = replace(residency, streamed=choice.streamed, n_slots=choice.n_slots, rates=(rates.read, rates.link))
+    return replace(options, residency=chosen)
+
+
+def _resident(options: ProgramOptions) -> ProgramOptions:
+    return replace(options, residency=replace(options.residency, weights="device", streamed=(), n_slots=0))
+
+
+def _network(layer: LayerTensors) -> tuple[int, int] | None:
+    """Bytes of a dense network's halves."""
+    ffn = layer.ffn
+    return (ffn.gate_up.n_bytes, ffn.down.n_bytes) if isinstance(ffn, MlpTensors) else None
+
+
+def _sum(matrices: Iterable[PackedMatrix]) -> int:
+    return sum(matrix.n_bytes for matrix in matrices)
+
+
+def round_bytes(model: BoundModel, regions: Regions, limits: ProgramLimits, n_drafts: int) -> RoundBytes:
+    """What a round of one row at the longest context reads, with so many drafts behind it."""
+    r, weights = regions, regions.weights
+    n_gdn = sum(isinstance(layer.mixer, GdnTensors) for layer in weights.layers)
+    state = 2 * GdnStateLayout(r.gdn).state_bytes_per_slot // max(1, n_gdn)
+    page = r.kv.n_bytes // (r.kv.n_layers * r.kv.n_pages)
+    keys = page * limits.pages_per_row
+    layers = []
+    for layer in weights.layers:
+        mixer = _sum(layer.mixer.inputs.matrices) + layer.mixer.output.n_bytes
+        halves = _network(layer) or (_sum(layer.ffn.matrices), 0)
+        layers.append(LayerBytes(mixer + (state if isinstance(layer.mixer, GdnTensors) else keys), *halves))
+    tail, launches = weights.head.n_bytes, 2
+    if (draft := weights.draft) is not None:
+        own = draft.layer
+        block = _sum([draft.input_projection, *own.mixer.inputs.matrices, own.mixer.output, *own.ffn.matrices]) + keys
+        head = weights.head if draft.head is None else draft.head
+        tail += block + n_drafts * head.n_bytes + max(0, n_drafts - 1) * block
+        launches += 8 + 10 * n_drafts
+    return RoundBytes(tuple(layers), tail, launches)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Rounds of one row at the longest context: plain ones, and with drafts where the program makes them."""
+
+    plain: RoundTime
+    drafting: RoundTime | None
+    n_drafts: int
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second without drafts."""
+        return 1 / self.plain.seconds
+
+    @property
+    def drafting_rate(self) -> float | None:
+        """With them, ``ACCEPTANCE`` of them accepted."""
+        return None if self.drafting is None else (1 + ACCEPTANCE * self.n_drafts) / self.drafting.seconds
+
+
+def forecast(model: BoundModel, regions: Regions, plan: MemoryPlan, rates: Rates) -> Forecast:
+    """From bytes, rates, and the order of copies and products."""
+    residency, n_drafts = plan.options.residency, min(_PREDICTED_DRAFTS, plan.limits.max_drafts)
+    rates = rates.limited(residency)
+
+    def seconds(n: int) -> RoundTime:
+        cost = round_bytes(model, regions, plan.limits, n)
+        return round_time(cost, residency.streamed or (), residency.n_slots, rates)
+
+    return Forecast(seconds(0), seconds(n_drafts) if n_drafts else None, n_drafts)
+
+
+def planned_forecast(model: BoundModel, plan: MemoryPlan, device: Device, rates: Rates) -> Forecast:
+    """Of a program that does not exist yet."""
+    return forecast(model, lay_out(model, plan.limits, plan.options, device, ArenaPlan()), plan, rates)
+
+
+def forecast_text(found: Forecast) -> str:
+    """In words."""
+    drafts = found.drafting_rate
+    more = "" if drafts is None else f", {drafts:.1f} with {found.n_drafts} drafts at {ACCEPTANCE:.0%} accepted"
+    times = found.drafting or found.plain
+    return (
+        f"{found.plain_rate:.1f} tokens/s{more} (a round of {times.seconds * 1e3:.1f} ms: "
+        f"copies {times.copy * 1e3:.1f}, products {times.compute * 1e3:.1f})"
+    )
+
+
+def residency_notes(model: BoundModel, regions: Regions, plan: MemoryPlan) -> tuple[tuple[str, str], ...]:
+    """Where weights lie, for reports; nothing where all are on the device."""
+    residency, ring = plan.options.residency, regions.weights.ring
+    rows: list[tuple[str, str]] = []
+    if residency.host_embedding:
+        rows.append(("embedding", f"{regions.weights.embedding.n_bytes:,} bytes in host memory, read by rows"))
+    if residency.weights == "ffn":
+        n = len(model.layers)
+        text = f"all {n} on the device"
+        if ring is not None:
+            slots = "1 slot" if ring.n_slots == 1 else f"{ring.n_slots} slots"
+            layers = ", ".join(str(layer.layer) for layer in ring.layers)
+            text = (
+                f"{n - len(ring.layers)} of {n} on the device, {len(ring.layers)} through {slots} "
+                f"(layers {layers}), {ring.copied_bytes:,} bytes per round"
+            )
+        rows.append(("networks", text))
+        if residency.rates is not None:
+            rates = Rates(*residency.rates)
+            limited = rates.limited(residency)
+            paced = f", paced to {limited.link / 1e9:.1f}" if limited != rates else ""
+            rows.append(("link", f"{rates.link / 1e9:.1f} GB/s{paced}, memory {rates.read / 1e9:,.0f} GB/s"))
+            rows.append(("predicted", forecast_text(forecast(model, regions, plan, rates))))
+    return tuple(rows)

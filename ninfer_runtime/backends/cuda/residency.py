@@ -1,0 +1,159 @@
+"""Which feed-forward networks stay on the device and which are streamed from host memory, and what a round then takes.
+
+Pure arithmetic over bytes and seconds. A streamed layer has a slot on the device; the copy of each half of its network
+(gate and up; down) waits until the half that lay there has been multiplied, and is waited for by its own product. So
+the link works while layers in between compute: the networks that are streamed are spread evenly over the depth.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ninfer_runtime.config import Residency
+
+MAX_SLOTS = 3
+_PHASES = (0.0, 0.25, 0.5, 0.75, 0.999)
+_PASSES = 3  # until a simulated round repeats the one before
+
+Fits = Callable[[tuple[int, ...], int], bool]
+"""Whether memory holds everything with these layers streamed through so many slots."""
+
+ACCEPTANCE = 0.52
+"""Share of three drafts that is accepted, as published for such cards; predictions are made for it."""
+LAUNCH_SECONDS = 5e-6
+"""What a matrix launch takes beside its bytes, and ``READ_SHARE`` of the read bandwidth while it streams: as fitted on
+an H200 (``bench/predict.py``)."""
+READ_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second of the card's memory, read, and of its link to pinned host memory."""
+
+    read: float
+    link: float
+
+    def limited(self, residency: Residency) -> "Rates":
+        """With the link that the options allow."""
+        return self if residency.link_limit is None else replace(self, link=min(self.link, residency.link_limit))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes that a decoder layer reads in a round: the mixer with its state; both halves of its network."""
+
+    mixer: int
+    gate_up: int
+    down: int
+
+    @property
+    def ffn(self) -> int:
+        """Of the network."""
+        return self.gate_up + self.down
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBytes:
+    """What a round reads: layers, and everything behind them with the number of its launches."""
+
+    layers: tuple[LayerBytes, ...]
+    tail: int
+    tail_launches: int = 2
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(layer.mixer + layer.ffn for layer in self.layers) + self.tail
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """Seconds of a predicted round: all of it, its copies alone, its products alone."""
+
+    seconds: float
+    copy: float
+    compute: float
+
+
+def spread(n_layers: int, n_streamed: int, phase: float) -> tuple[int, ...]:
+    """``n_streamed`` of the layers, evenly; ``phase`` 0: the first one is layer 0; near 1: the last one is the last."""
+    return tuple(int((k + phase) * n_layers / n_streamed) for k in range(n_streamed))
+
+
+def following_users(n_streamed: int, n_slots: int) -> tuple[int, ...]:
+    """For each streamed layer, by its number among them, the one whose network follows in its slot.
+
+    Slots go round; behind the last one of a slot comes its first, for the next pass. So a pass ends with slot i holding
+    streamed layer i, whatever ran.
+    """
+    return tuple(k + n_slots if k + n_slots < n_streamed else k % n_slots for k in range(n_streamed))
+
+
+def round_time(cost: RoundBytes, streamed: Sequence[int], n_slots: int, rates: Rates) -> RoundTime:
+    """What a round takes, one behind the other, when the next begins where both the copies and the products of this
+    one have ended."""
+
+    def products(n_bytes: int, launches: int) -> float:
+        return launches * LAUNCH_SECONDS + n_bytes / (READ_SHARE * rates.read)
+
+    tail = products(cost.tail, cost.tail_launches)
+    numbers = {layer: k for k, layer in enumerate(streamed)}
+    following = following_users(len(streamed), n_slots) if streamed else ()
+    copied: dict[tuple[int, int], float] = {}
+    compute = copy = start = now = link = 0.0
+    for _ in range(_PASSES):
+        start, compute, copy = now, 0.0, 0.0
+        for index, layer in enumerate(cost.layers):
+            mixer = products(layer.mixer, 3)
+            now, compute = now + mixer, compute + mixer
+            for half, n_bytes in enumerate((layer.gate_up, layer.down)):
+                seconds = products(n_bytes, 1)
+                k = numbers.get(index)
+                if k is not None:
+                    now = max(now, copied.get((k, half), 0.0))
+                now, compute = now + seconds, compute + seconds
+                if k is not None and following[k] != k:
+                    behind = cost.layers[streamed[following[k]]]
+                    moved = (behind.gate_up, behind.down)[half] / rates.link
+                    link, copy = max(link, now) + moved, copy + moved
+                    copied[following[k], half] = link
+        now, compute = max(now + tail, link), compute + tail
+    return RoundTime(now - start, copy, compute)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Streamed layers and slots, and what a round takes with them."""
+
+    streamed: tuple[int, ...]
+    n_slots: int
+    time: RoundTime
+
+
+def choose(cost: RoundBytes, rates: Rates, residency: Residency, fits: Fits) -> Choice:
+    """The fastest arrangement that fits; with a given number of resident layers the fastest of that number.
+
+    Where nothing fits: everything streamed through one slot, or the given number.
+    """
+    n_layers = len(cost.layers)
+    if residency.n_ffn_layers is None:
+        fewest = [_fewest(n_layers, n_slots, fits) for n_slots in range(1, MAX_SLOTS + 1)]
+        counts = [(n, n_slots) for n_slots, n in enumerate(fewest, 1) if n is not None] or [(n_layers, 1)]
+    else:
+        n = n_layers - residency.n_ffn_layers
+        fitting = [(n, k) for k in range(1, MAX_SLOTS + 1) if k <= n and fits(spread(n_layers, n, 0.0), k)]
+        counts = fitting or [(n, min(1, n))]
+    choices = []
+    for (n_streamed, n_slots), phase in product(counts, _PHASES):
+        if n_streamed == 0:
+            return Choice((), 0, round_time(cost, (), 0, rates))
+        streamed = spread(n_layers, n_streamed, phase)
+        choices.append(Choice(streamed, n_slots, round_time(cost, streamed, n_slots, rates)))
+    return min(choices, key=lambda choice: choice.time.seconds)
+
+
+def _fewest(n_layers: int, n_slots: int, fits: Fits) -> int | None:
+    """The least number of streamed layers that fits with so many slots; a layer per slot at least."""
+    if fits((), 0):
+        return 0
+    return next((n for n in range(n_slots, n_layers + 1) if fits(spread(n_layers, n, 0.0), n_slots)), None)
