@@ -3,6 +3,8 @@
 
 DEVICE uint32_t lane_id() { return static_cast<uint32_t>(emulator::current->lane); }
 
+DEVICE uint32_t thread_index_anew() { return threadIdx.x; }
+
 DEVICE uint32_t shared_address(const void* shared) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - emulator::dynamic_shared());
 }

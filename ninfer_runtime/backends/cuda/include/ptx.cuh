@@ -15,6 +15,13 @@ DEVICE uint32_t lane_id() {
     return lane;
 }
 
+// threadIdx.x, read where this stands: what follows from it is computed again instead of kept in registers.
+DEVICE uint32_t thread_index_anew() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 DEVICE uint32_t shared_address(const void* shared) { return static_cast<uint32_t>(__cvta_generic_to_shared(shared)); }
 
 // ---- matrix multiply-accumulate
