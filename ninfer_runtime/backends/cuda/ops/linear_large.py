@@ -16,8 +16,10 @@ import numpy as np
 
 from ninfer_format.errors import SignatureError
 from ninfer_format.geometry import up
+from ninfer_format.numeric.nvfp4 import BLOCK
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 
 MAX_MATRICES = 6
@@ -78,6 +80,7 @@ class LinearLargeParams(ctypes.Structure):
         ("stages", ctypes.c_int),
         ("whole_tiles", ctypes.c_int),
         ("shared_tiles", ctypes.c_int),
+        ("out_divisor", ctypes.c_float),
     )
 
 
@@ -131,16 +134,19 @@ def launches(matrices: Sequence[PackedMatrix]) -> list[list[int]]:
     return groups
 
 
-def specs(matrices: Sequence[PackedMatrix], epilogue: Epilogue) -> list[KernelSpec]:
-    """Variants that these matrices may need; shapes are parameters, so many operations share them."""
+def specs(matrices: Sequence[PackedMatrix], epilogue: Epilogue, *, quantized: bool = False) -> list[KernelSpec]:
+    """Variants that these matrices may need; shapes are parameters, so many operations share them.
+
+    ``quantized``: the outputs of SWIGLU are quantized rows.
+    """
     return [
-        _spec(matrices[group[0]], len(group), epilogue, tokens)
+        _spec(matrices[group[0]], len(group), epilogue, tokens, quantized=quantized)
         for group in launches(matrices)
         for tokens in token_tiles(matrices[group[0]])
     ]
 
 
-def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int) -> KernelSpec:
+def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int, *, quantized: bool) -> KernelSpec:
     defines = {
         "FORMAT": matrix.tile.code,
         "MATRICES": n_matrices,
@@ -148,6 +154,8 @@ def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int
         "TOKENS": tokens,
         "STAGES": STAGES[tokens],
     }
+    if quantized:
+        defines["QUANTIZED"] = int(QuantizedForm.BF16)
     stage_bytes = tokens * STAGE_COLUMNS * 2 + _SCALE_BYTES
     return KernelSpec("linear_large.cu", "linear_large", tuple(defines.items()), _THREADS, STAGES[tokens] * stage_bytes)
 
@@ -177,14 +185,19 @@ class _Launch:
         indices: Sequence[int],
         epilogue: Epilogue,
         workspace: int,
+        out_divisor: float | None,
     ) -> None:
         self.indices = indices
         self._matrices = [matrices[i] for i in indices]
         first = self._matrices[0]
         self._n_sms = device.n_sms
         self._sizes = token_tiles(first)
-        self._kernels = {n: device.kernel(_spec(first, len(indices), epilogue, n)) for n in self._sizes}
+        quantized = out_divisor is not None
+        specs_of = {n: _spec(first, len(indices), epilogue, n, quantized=quantized) for n in self._sizes}
+        self._kernels = {n: device.kernel(spec) for n, spec in specs_of.items()}
         self._params = self._fixed_params(workspace)
+        self._params.out_divisor = 1.0 if out_divisor is None else out_divisor
+        self._element_bytes = 2 if quantized else 1  # strides of quantized rows are bytes
 
     def _fixed_params(self, workspace: int) -> LinearLargeParams:
         params = LinearLargeParams()
@@ -214,7 +227,7 @@ class _Launch:
         for i, (matrix, index) in enumerate(zip(self._matrices, self.indices, strict=True)):
             output = outputs[index]
             params.out[i] = output.pointer
-            params.out_stride[i] = output.stride or matrix.n_outputs
+            params.out_stride[i] = (output.stride or matrix.n_outputs) * self._element_bytes
             params.out_float[i] = output.dtype == "fp32"
         params.x, params.x_stride, params.n_tokens = x, x_stride, n_tokens
         params.token_tiles = cut.token_tiles
@@ -233,8 +246,13 @@ class LinearLarge:
         *,
         max_tokens: int,
         workspace: int,
+        out_divisor: float | None = None,
     ) -> None:
-        """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when matrices do not go together."""
+        """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when matrices do not go together.
+
+        ``out_divisor`` (SWIGLU): the outputs are quantized under this divisor, bf16(code · scale) in their places
+        (``ops/quantize_fp4.py``); columns up to the next multiple of 128 are zeros.
+        """
         if not matrices:
             raise SignatureError("a product of many tokens takes at least one matrix")
         for matrix in matrices:
@@ -246,10 +264,14 @@ class LinearLarge:
                 raise SignatureError(
                     f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed"
                 )
+            if out_divisor is not None and (epilogue is not Epilogue.SWIGLU or matrix.n_outputs % BLOCK):
+                raise SignatureError(f"{matrix.name}: only SwiGLU outputs in whole blocks of {BLOCK} are quantized")
         self._n_matrices = len(matrices)
         self._columns = matrices[0].k_padded
         self._max_tokens = max_tokens
-        self._launches = [_Launch(device, matrices, group, epilogue, workspace) for group in launches(matrices)]
+        self._launches = [
+            _Launch(device, matrices, group, epilogue, workspace, out_divisor) for group in launches(matrices)
+        ]
 
     def launch(
         self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output], *, pdl: bool = True

@@ -1,0 +1,230 @@
+// y[token][row] = sum_k weight[row][k] x[token][k], both NVFP4: weights in "tiles" (tiles.cuh), x as FP4 rows
+// (quantize_fp4.cuh) of row_bytes. sm_120a and its family only; elsewhere linear_large.cu multiplies the same numbers as
+// bf16. Alignment: x and row_bytes 16 bytes, tiles 128 bytes, outputs 4 bytes. Any T, N, K; K padded to 128 with zeros. Up
+// to MATRICES matrices of the same K. Products and sums of a block of 16 are exact, sums of blocks fp32; reference: the
+// same numbers in float64, tolerance 2e-6 |w||x| and one rounding of the output.
+//
+// A block computes 256 rows (16 tile rows) of TOKENS tokens, a warp 2 tile rows of all of them. Both operands come through
+// a ring of STAGES stages of 128 columns in shared memory and are read as they lie: a lane's words of operand A of a
+// 64-column group are 16 bytes, those of operand B of two groups too, and 8 lanes of a phase read 128 bytes in a row.
+// A register of scales serves two operands A (lanes 2m, 2m + 1 of a quad have tile row m's), or four operands B (lane n of
+// a quad has the n-th's). How blocks share tiles: tile_pieces.cuh.
+#include "common.cuh"
+#include "tile_pieces.cuh"
+#include "tiles.cuh"
+
+#ifndef TOKENS
+#define TOKENS 128
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+#ifndef MATRICES
+#define MATRICES 1
+#endif
+#ifndef QUANTIZED
+#define QUANTIZED 0
+#endif
+
+constexpr int WARPS = THREADS / WARP_LANES;
+constexpr int N_TILES = TOKENS / 8;
+constexpr int BLOCK_BYTES = Tile<NVFP4>::BLOCK_BYTES;  // of a tile row in a stage
+constexpr int WARP_BYTES = 2 * BLOCK_BYTES;
+constexpr int TOKENS_AT = WARPS * WARP_BYTES;          // in a stage
+constexpr int CODE_BYTES = 64;                         // of a token in a stage
+constexpr int SCALES_AT = TOKENS_AT + TOKENS * CODE_BYTES;
+constexpr int STAGE_BYTES = SCALES_AT + TOKENS * 8;
+constexpr int WEIGHT_CHUNKS = WARP_BYTES / 16;         // of a warp
+constexpr int TOKEN_CHUNKS = TOKENS * CODE_BYTES / 16 / THREADS;
+
+static_assert(THREADS == 256 && TOKENS % 64 == 0 && TOKENS <= THREADS, "geometry");
+static_assert(Tile<NVFP4>::STEP == 128 && Tile<NVFP4>::SCALE_BYTES == 128, "a block per tile row and stage");
+static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
+static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
+
+struct LinearFp4Params {
+    const uint8_t* tiles[MAX_MATRICES];
+    void* out[MAX_MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16, or quantized; RESIDUAL: fp32, added to
+    const uint8_t* x;
+    float* partials;  // per block: TOKENS * 256 sums
+    uint32_t* flags;  // per block; 0 between launches
+    int64_t row_bytes;
+    int n_rows[MAX_MATRICES];  // of the output: half the matrix's for SWIGLU
+    int n_tile_rows[MAX_MATRICES];
+    int first_pair[MAX_MATRICES];  // pairs of tile rows before this matrix
+    int out_stride[MAX_MATRICES];  // elements; quantized: bytes
+    int out_float[MAX_MATRICES];   // STORE: nonzero for fp32
+    float factor[MAX_MATRICES];    // of sums: 1 / (divisor of x * divisor of the matrix)
+    float out_divisor;             // of what is quantized
+    int n_pairs;
+    int n_tokens;
+    int token_tiles;
+    int stages;  // of a tile: ceil(k / 128)
+    int whole_tiles;
+    int shared_tiles;
+};
+
+using Sums = SumsOf<N_TILES>;
+
+// The copying side of the ring: the warp's own weights, and this thread's part of the tokens.
+struct Copies {
+    const uint8_t* weights;  // this lane's first chunk of the next stage; null: none
+    int second_row;          // bytes from where the second tile row's block would follow the first's to where it lies
+    const uint8_t* codes;    // this thread's chunk of its first token
+    const uint8_t* scales;
+    int pass_bytes[TOKEN_CHUNKS];  // to its other tokens
+
+    DEVICE Copies(const LinearFp4Params& p, const Assignment& a, int token_tile, int stage) {
+        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
+        weights = nullptr;
+        second_row = 0;
+        if (a.matrix >= 0) {
+            const int64_t first = (static_cast<int64_t>(a.tile_row) * p.stages + stage) * BLOCK_BYTES;
+            weights = p.tiles[MATRICES == 1 ? 0 : a.matrix] + first + lane * 16;
+            second_row = a.tile_row + 1 < p.n_tile_rows[a.matrix] ? (p.stages - 1) * BLOCK_BYTES : -BLOCK_BYTES;
+        }
+        // Tokens that do not exist repeat the last one; their sums are not written.
+        const int last = p.n_tokens - 1, first_token = token_tile * TOKENS;
+        const int token = minimum(first_token + thread / 4, last);
+        codes = p.x + token * p.row_bytes + stage * CODE_BYTES + thread % 4 * 16;
+#pragma unroll
+        for (int i = 0; i < TOKEN_CHUNKS; ++i)
+            pass_bytes[i] = static_cast<int>((minimum(first_token + thread / 4 + 64 * i, last) - token) * p.row_bytes);
+        scales = p.x + minimum(first_token + thread % TOKENS, last) * p.row_bytes + p.stages * CODE_BYTES + stage * 8;
+    }
+
+    // Queues one stage and goes on to the next.
+    DEVICE void copy(unsigned char* slot) {
+        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
+        if (weights != nullptr) {
+            unsigned char* to = slot + warp_index() * WARP_BYTES + lane * 16;
+#pragma unroll
+            for (int first = 0; first < WEIGHT_CHUNKS; first += WARP_LANES) {
+                const int chunk = first + lane;
+                if (first + WARP_LANES <= WEIGHT_CHUNKS || chunk < WEIGHT_CHUNKS)
+                    cp_async_16(to + first * 16, weights + first * 16 + (chunk >= BLOCK_BYTES / 16 ? second_row : 0));
+            }
+            weights += BLOCK_BYTES;
+        }
+#pragma unroll
+        for (int i = 0; i < TOKEN_CHUNKS; ++i)
+            cp_async_16(slot + TOKENS_AT + (thread + i * THREADS) * 16, codes + pass_bytes[i]);
+        if (thread < TOKENS) cp_async_8(slot + SCALES_AT + thread * 8, scales);
+        codes += CODE_BYTES;
+        scales += 8;
+    }
+};
+
+// Operands B of the lane: words of both 64-column groups of four tiles of eight tokens.
+struct Tokens {
+    uint4 words[4];
+    uint2 scales;  // of the quad's lane: of tile t, by group
+
+    DEVICE void load(const unsigned char* slot, int n0) {
+        const int lane = static_cast<int>(lane_id());
+        const int g = lane >> 2, t = lane & 3;
+        scales = *reinterpret_cast<const uint2*>(slot + SCALES_AT + ((n0 + t) * 8 + g) * 8);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            words[n] = *reinterpret_cast<const uint4*>(slot + TOKENS_AT + ((n0 + n) * 8 + g) * CODE_BYTES + t * 16);
+    }
+};
+
+template <int N>
+DEVICE void multiply_tile(Sums& sums, int n0, int group, const uint32_t (&a)[2][2][4], const uint2& scales_a,
+                          const Tokens& tokens) {
+    const uint4& words = tokens.words[N];
+    const uint32_t b0 = group ? words.z : words.x, b1 = group ? words.w : words.y;
+    const uint32_t of_a = group ? scales_a.y : scales_a.x, of_b = group ? tokens.scales.y : tokens.scales.x;
+    mma_fp4<0, N>(sums[0][n0 + N], a[0][group], b0, b1, of_a, of_b);
+    mma_fp4<1, N>(sums[1][n0 + N], a[1][group], b0, b1, of_a, of_b);
+}
+
+// Sums of one stage.
+DEVICE void multiply_stage(const unsigned char* slot, Sums& sums) {
+    const int lane = static_cast<int>(lane_id());
+    const int g = lane >> 2, t = lane & 3;
+    const unsigned char* weights = slot + warp_index() * WARP_BYTES;
+    uint32_t a[2][2][4];  // [tile row][group][register]
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+            const uint4 v = *reinterpret_cast<const uint4*>(weights + m * BLOCK_BYTES + group * 512 + lane * 16);
+            a[m][group][0] = v.x;
+            a[m][group][1] = v.y;
+            a[m][group][2] = v.z;
+            a[m][group][3] = v.w;
+        }
+    const uint2 scales_a = *reinterpret_cast<const uint2*>(weights + t / 2 * BLOCK_BYTES + Tile<NVFP4>::SCALES_AT +
+                                                           g * 16 + t % 2 * 8);
+#pragma unroll
+    for (int n0 = 0; n0 < N_TILES; n0 += 4) {
+        Tokens tokens;
+        tokens.load(slot, n0);
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+            multiply_tile<0>(sums, n0, group, a, scales_a, tokens);
+            multiply_tile<1>(sums, n0, group, a, scales_a, tokens);
+            multiply_tile<2>(sums, n0, group, a, scales_a, tokens);
+            multiply_tile<3>(sums, n0, group, a, scales_a, tokens);
+        }
+    }
+}
+
+// Copies of a piece, the first STAGES - 1 of its stages under way.
+DEVICE Copies start_piece(const LinearFp4Params& p, unsigned char* ring, int index) {
+    const Piece piece = piece_of(p, index);
+    const int n = piece.end - piece.begin;
+    const Assignment a = assignment<MATRICES>(p, piece.tile / p.token_tiles);
+    Copies copies(p, n > 0 ? a : Assignment{-1, 0}, piece.tile % p.token_tiles, piece.begin);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < n) copies.copy(ring + i * STAGE_BYTES);
+        cp_async_commit();
+    }
+    return copies;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_fp4(const __grid_constant__ LinearFp4Params p) {
+    DYNAMIC_SHARED(unsigned char, ring);
+    grid_dependency_wait();
+
+    // The copies of the next piece are under way while one is finished.
+    Copies copies = start_piece(p, ring, 0);
+    for (int index = 0;; ++index) {
+        Sums sums;
+        clear<N_TILES>(sums);
+        {
+            const Piece piece = piece_of(p, index);
+            if (piece.begin >= piece.end) break;
+            const bool idle = assignment<MATRICES>(p, piece.tile / p.token_tiles).matrix < 0;
+            int slot = 0, next = (STAGES - 1) * STAGE_BYTES;
+#pragma unroll 1
+            for (int left = piece.end - piece.begin; left > 0; --left) {
+                cp_async_wait<STAGES - 2>();
+                __syncthreads();
+                if (left >= STAGES) copies.copy(ring + next);
+                cp_async_commit();
+                if (!idle) multiply_stage(ring + slot, sums);
+                next = slot;
+                slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+            }
+            cp_async_wait<0>();
+            __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
+        }
+        copies = start_piece(p, ring, index + 1);
+        const Piece piece = piece_of(p, index);
+        if (piece.begin > 0) {
+            leave<N_TILES>(p, sums);
+            continue;
+        }
+        collect_rest<N_TILES>(p, piece, sums);
+        const Assignment a = assignment<MATRICES>(p, piece.tile / p.token_tiles);
+        if (a.matrix >= 0) finish<EPILOGUE, QUANTIZED, N_TILES>(p, a, piece.tile % p.token_tiles * TOKENS, sums);
+    }
+}
