@@ -4,7 +4,7 @@ Small forms take up to the columns of a round and can divide by the rms on the w
 rows that are normed already. Prompt chunks no longer than a round use the small forms too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offs
 from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
-from ninfer_runtime.backends.cuda.packing import TILE_ROWS, PackedMatrix, activation_stride
+from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.ring import DOWN, GATE_UP, RESIDENT, NetworkUse
 from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors, MlpTensors, MoeTensors
 
@@ -270,16 +270,3 @@ def input_outputs(of: InputMatrices, base: int, n_tokens: int) -> tuple[linear_s
     return tuple(
         linear_small.Output(base + offset, is_float) for offset, (_, is_float) in zip(offsets[:-1], widths, strict=True)
     )
-
-
-def matrix_paths(matrices: Sequence[PackedMatrix]) -> str:
-    """In words: matrices that fill their tiles, and those that take the same kernels with padded rows or columns."""
-    padded = [
-        matrix for matrix in matrices if matrix.n_tiles * TILE_ROWS != matrix.n_rows or matrix.k_padded != matrix.k
-    ]
-    if not padded:
-        return f"all {len(matrices)} fill their tiles"
-    shapes = dict.fromkeys(
-        f"[{m.n_rows}, {m.k}] as [{m.n_tiles * TILE_ROWS}, {m.k_padded}]" for m in sorted(padded, key=lambda m: m.name)
-    )
-    return f"{len(matrices) - len(padded)} fill their tiles, {len(padded)} are padded: {', '.join(shapes)}"

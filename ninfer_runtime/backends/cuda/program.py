@@ -36,6 +36,7 @@ from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
 from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
 from ninfer_runtime.backends.cuda.host_store import HostStore
+from ninfer_runtime.backends.cuda.matrix_paths import matrix_paths
 from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, prompt_tokens, round_columns
 from ninfer_runtime.backends.cuda.ops import linear_large, repack
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
@@ -137,7 +138,7 @@ class CudaProgram:
         return (
             ("device", f"{d.name}, {d.arch}, {d.n_sms} SMs"),
             ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
-            ("matrices", matrices.matrix_paths(self._regions.weights.matrices)),
+            ("matrices", matrix_paths(self._regions.weights.matrices)),
             *residency_notes(self.model, self._regions, self.plan),
             *self._graphs.notes,
         )
