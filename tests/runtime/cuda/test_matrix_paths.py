@@ -26,8 +26,9 @@ def test_formats_of_one_role_are_groups_of_their_own() -> None:
     fast, prompts = paths_of("qwen3.6-27b/nvfp4")
     assert fast == (
         "fast: 48 gdn/query_key_value_z NVFP4, 48 gdn/a_projection BF16, 48 gdn/b_projection BF16, "
-        "47 gdn/output NVFP4, 1 gdn/output BF16, 64 mlp/gate_up NVFP4, 64 mlp/down NVFP4, 6 attention/query_key_gate_value BF16, "
-        "10 attention/query_key_gate_value NVFP4, 2 attention/output BF16, 14 attention/output NVFP4, 1 output_head W8"
+        "47 gdn/output NVFP4, 1 gdn/output BF16, 64 mlp/gate_up NVFP4, 64 mlp/down NVFP4, "
+        "6 attention/query_key_gate_value BF16, 10 attention/query_key_gate_value NVFP4, "
+        "2 attention/output BF16, 14 attention/output NVFP4, 1 output_head W8"
     )
     assert prompts == "NVFP4 in prompts: fast, with bf16 rows"
 
