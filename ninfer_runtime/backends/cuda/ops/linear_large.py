@@ -100,6 +100,12 @@ def token_tiles(matrix: PackedMatrix) -> tuple[int, ...]:
     return _TOKEN_TILES.get(matrix.format, (128, 64))
 
 
+def sums_factor(matrix: PackedMatrix) -> float:
+    """What the kernels' sums are multiplied with: grouped integer weights come as a part of themselves."""
+    of_weights = _WEIGHT_FACTOR if matrix.tile.group and not matrix.tile.floating else 1.0
+    return matrix.sums_factor * of_weights
+
+
 def schedule(n_pairs: int, stages: int, n_tokens: int, n_sms: int, sizes: Sequence[int] = (128, 64)) -> Schedule:
     """The cut for ``n_pairs`` pairs of tile rows, ``stages`` · 128 columns and ``n_tokens`` tokens on ``n_sms``.
 
@@ -210,7 +216,7 @@ class _Launch:
             params.stage_bytes[i] = STAGE_COLUMNS // tile.step * matrix.block_bytes
             staged = tile.step == STAGE_COLUMNS and tile.scale_bytes and not tile.floating
             params.scales_at[i] = matrix.block_bytes - tile.scale_bytes if staged else -1
-            params.factor[i] = matrix.sums_factor * (_WEIGHT_FACTOR if tile.group and not tile.floating else 1.0)
+            params.factor[i] = sums_factor(matrix)
             params.first_pair[i] = pairs
             pairs += -(-matrix.n_tiles // 2)
         params.n_pairs = pairs
