@@ -124,7 +124,8 @@ class PackedMatrix:
     up rows of the same numbers, so that one thread has both halves of a SwiGLU pair.
     ``n_experts``: matrices of equal shape one after the other, a bank; each is packed by itself, its tile rows follow
     those of the one before.
-    ``divisor`` of all weights (NVFP4), which is not part of the packed bytes.
+    ``divisor`` of all weights (NVFP4), which is not part of the packed bytes. ``input_divisor`` of the rows that it
+    multiplies where those are NVFP4 too; None: they never are.
     """
 
     name: str
@@ -135,6 +136,7 @@ class PackedMatrix:
     interleaved: bool = False
     n_experts: int = 1
     divisor: float = 1.0
+    input_divisor: float | None = None
     tile: TileFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ninfer_format.activation_stats import site_of
 from ninfer_format.directory import TensorEntry
 from ninfer_format.errors import ArtifactError, UnsupportedError
 from ninfer_format.geometry import up
@@ -214,12 +215,14 @@ class _Placer:
                 f"{', '.join(TILE_FORMATS)}; use --backend reference"
             )
         divisor = 1.0 if entry.format != "NVFP4" else self._last_word(view.name)
+        site = site_of(view.name) if entry.format == "NVFP4" else None
+        of_inputs = self._last_word(site) if site is not None and site in self._objects.names() else None
         n_rows, k = entry.shape
-        matrix = PackedMatrix(view.name, entry.format, n_rows, k, 0, interleaved, n_experts, divisor)
+        matrix = PackedMatrix(view.name, entry.format, n_rows, k, 0, interleaved, n_experts, divisor, of_inputs)
         return matrix.at(self._taker.take(f"weights/{view.name}", matrix.n_bytes))
 
     def _last_word(self, name: str) -> float:
-        """The float32 that a payload ends with: the divisor of an NVFP4 matrix."""
+        """The float32 that a payload ends with: the divisor of an NVFP4 matrix, or of what it multiplies."""
         return float(np.frombuffer(self._artifact.payload(name)[-4:], "<f4")[0])
 
     def raw(self, view: View) -> RawTensor:
