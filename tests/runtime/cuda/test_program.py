@@ -30,7 +30,7 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module", params=["groupwise-int", "w8", "bf16"])
+@pytest.fixture(scope="module", params=["groupwise-int", "w8", "bf16", "nvfp4"])
 def dense_model(request: pytest.FixtureRequest, artifact_of: ArtifactOf) -> Iterator[BoundModel]:
     with Artifact.open(artifact_of("dense", request.param)) as artifact:
         yield bind(artifact)
