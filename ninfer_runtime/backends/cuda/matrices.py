@@ -15,6 +15,7 @@ from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offs
 from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
+from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.ring import DOWN, GATE_UP, RESIDENT, NetworkUse
 from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors, MlpTensors, MoeTensors
@@ -53,15 +54,40 @@ class MlpSmall:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeRound:
+    """A mixture of experts in rounds: three launches."""
+
+    experts: MoeSmall
+
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """Its kernel variants."""
+        return self.experts.specs
+
+    @property
+    def ss_parts(self) -> int:
+        """Parts of Σ x² that it leaves per column."""
+        return self.experts.ss_parts
+
+    def prepare(self) -> None:
+        """Before the first launch."""
+        self.experts.prepare()
+
+    def launch(self, stream: Stream, n_columns: int, a: Activations, rstd: RmsScale | None, residual: Residual) -> None:
+        """``a.normed`` → ``residual``."""
+        self.experts.launch(stream, n_columns, a.normed, rstd, residual)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSmall:
     """A layer's launches in rounds."""
 
     inputs: LinearSmall
     output: LinearSmall
-    ffn: MlpSmall
+    ffn: MlpSmall | MoeRound
 
     @property
-    def parts(self) -> tuple[LinearSmall | MlpSmall, ...]:
+    def parts(self) -> tuple[LinearSmall | MlpSmall | MoeRound, ...]:
         """In launch order."""
         return (self.inputs, self.output, self.ffn)
 
@@ -93,8 +119,11 @@ class SmallMatrices:
         def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
             return LinearSmall(device, taker, matrices, epilogue, max_columns, regions.linear_small_workspace)
 
-        def ffn(of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall:
-            assert isinstance(of, MlpTensors)
+        def ffn(of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall | MoeRound:
+            if isinstance(of, MoeTensors):
+                assert regions.experts is not None
+                workspace = regions.linear_small_workspace
+                return MoeRound(MoeSmall(device, taker, of, regions.experts, max_columns, workspace))
             return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"), use)
 
         self.layers = [
@@ -112,7 +141,7 @@ class SmallMatrices:
             self.draft = DraftSmall(projection, self.head if draft.head is None else small((draft.head,), "store"))
 
     @property
-    def launches(self) -> list[LinearSmall | MlpSmall]:
+    def launches(self) -> list[LinearSmall | MlpSmall | MoeRound]:
         """All of them."""
         each = [launch for layer in self.layers for launch in layer.parts]
         own = [] if self.draft is None else [self.draft.input_projection, self.draft.head]
@@ -143,7 +172,7 @@ class LayerLarge:
 
     inputs: LinearLarge
     output: LinearLarge
-    ffn: MlpLarge
+    ffn: MlpLarge | None
 
 
 class LargeMatrices:
@@ -155,8 +184,9 @@ class LargeMatrices:
         def large(matrices: tuple[PackedMatrix, ...], epilogue: Epilogue, n: int = max_tokens) -> LinearLarge:
             return LinearLarge(device, matrices, epilogue, max_tokens=n, workspace=workspace)
 
-        def ffn(of: MlpTensors | MoeTensors) -> MlpLarge:
-            assert isinstance(of, MlpTensors)
+        def ffn(of: MlpTensors | MoeTensors) -> MlpLarge | None:
+            if isinstance(of, MoeTensors):
+                return None
             return MlpLarge(large((of.gate_up,), Epilogue.SWIGLU), large((of.down,), Epilogue.RESIDUAL))
 
         self.layers = [
@@ -229,12 +259,23 @@ class PromptMatrices:
         if n_tokens <= self._max_columns:
             small.launch(stream, n_tokens, a, None, Residual(a.x, a.ss))
             return
+        if isinstance(small, MoeRound):
+            self._experts(stream, small.experts, n_tokens)
+            return
+        assert large is not None
         gate_up, down = small.gate_up.matrices[0], small.down.matrices[0]
         wide = (linear_large.Output(a.ffn, stride=activation_stride(down.k)),)
         with small.use.half(stream, GATE_UP) as pdl:
             large.gate_up.launch(stream, n_tokens, a.normed, activation_stride(gate_up.k), wide, pdl=pdl)
         with small.use.half(stream, DOWN) as pdl:
             self._add(stream, small.down, large.down, a.ffn, n_tokens, pdl=pdl)
+
+    def _experts(self, stream: Stream, experts: MoeSmall, n_tokens: int) -> None:
+        """As many columns at a time as a round has."""
+        a, hidden = self._activations, experts.tensors.routed_down.n_outputs
+        for first in range(0, n_tokens, self._max_columns):
+            n, normed = min(self._max_columns, n_tokens - first), a.normed + 2 * first * activation_stride(hidden)
+            experts.launch(stream, n, normed, None, Residual(a.x + 4 * first * hidden, a.ss))
 
     def project(self, stream: Stream, n_tokens: int, columns: int) -> None:
         """``x`` += input projection · ``columns``, of the draft layer."""

@@ -6,7 +6,6 @@ after that.
 
 from dataclasses import dataclass
 
-from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.checks import check_proposer, require
@@ -23,11 +22,12 @@ from ninfer_runtime.backends.cuda.ops import (
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry, attention_geometry
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnGeometry, GdnStateLayout, gdn_geometry
 from ninfer_runtime.backends.cuda.ops.kv_cache import KvLayout, kv_format
+from ninfer_runtime.backends.cuda.ops.moe_round import RoundExperts
 from ninfer_runtime.backends.cuda.ops.round_begin import CountsMemory
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundLayout, RoundMemory
 from ninfer_runtime.backends.cuda.ops.sampling import SamplerMemory, SamplerShape
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, activation_stride
-from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, MlpTensors, plan_weights
+from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, MoeTensors, plan_weights
 from ninfer_runtime.models.binder import BoundModel
 
 HEAD_ROWS = 64
@@ -87,6 +87,7 @@ class Regions:
     counts: CountsMemory
     rope: int
     activations: Activations
+    experts: RoundExperts | None
     prompt: PromptInputs
     round_memory: RoundMemory
     prompt_memory: RoundMemory
@@ -168,11 +169,7 @@ def lay_out(
     hidden_tiles = -(-text.hidden // TILE_ROWS)
     inputs_bytes = max(input_offsets(layer.mixer.inputs, n_tokens)[-1] for layer in weights.blocks)
     mixed_width = max(activation_stride(layer.mixer.output.k) for layer in weights.blocks)
-    if any(not isinstance(layer.ffn, MlpTensors) for layer in weights.blocks):
-        raise UnsupportedError(
-            f"{model.artifact.path}: {spec.architecture} has mixture-of-experts layers, the cuda backend "
-            "runs dense models; use --backend reference"
-        )
+    experts = next((layer.ffn for layer in weights.blocks if isinstance(layer.ffn, MoeTensors)), None)
     ffn_width = max(activation_stride(layer.ffn.matrices[-1].k) for layer in weights.blocks)
     logits_stride = up(text.vocab_rows, 4)
     layout = RoundLayout(limits.pages_per_row, text.vocab_rows, spec.n_addressable, limits.max_rows, limits.max_columns)
@@ -212,6 +209,7 @@ def lay_out(
         snapshots=take("snapshots/device", limits.device_snapshots * states.state_bytes_per_slot),
         rope=take("workspace/rope", 4 * spec.rotary_dim),
         activations=activations,
+        experts=None if experts is None else RoundExperts.take(taker, experts, round_columns(limits)),
         prompt=prompt,
         round_memory=RoundMemory.take(taker, "workspace/round", layout),
         prompt_memory=RoundMemory.take(taker, "workspace/prompt", prompt_layout),
