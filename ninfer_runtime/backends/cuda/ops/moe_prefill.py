@@ -1,0 +1,303 @@
+"""A mixture of experts for prompt chunks (``kernels/moe_group.cu``, ``kernels/moe_large.cu``).
+
+Eight launches: the router's logits, routing, (token, slot) pairs in the order of their experts, the experts' gate and
+up, their downs, the shared expert's two products, and the weighted sum onto the residual stream. Every expert's weights
+are read once for each ``COLUMN_TOKENS`` of its tokens; sums are made in one order whatever the card. Reference:
+``backends/reference/moe.py``.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+from ninfer_format.errors import SignatureError, UnsupportedError
+from ninfer_runtime.backends.cuda.arena import Taker
+from ninfer_runtime.backends.cuda.compiler import KernelSpec
+from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops import linear_large
+from ninfer_runtime.backends.cuda.ops.linear_large import (
+    ROW_TILES,
+    STAGE_COLUMNS,
+    Epilogue,
+    LinearLarge,
+    Output,
+    sums_factor,
+)
+from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
+from ninfer_runtime.backends.cuda.weights import MoeTensors
+
+COLUMN_TOKENS = 48
+"""Tokens of one expert that a block multiplies together: as many sums as two blocks per multiprocessor have registers
+for. With 8 of 256 experts per token a chunk of 1,024 tokens brings an expert 32 on average."""
+BLOCK_TOKENS = 32
+"""Tokens that a block routes."""
+MAX_EXPERTS = 1024
+_STAGES = 3
+_THREADS = 256
+_TOKENS_PER_PASS = 16
+_BF16, _FLOAT, _INT, _COLUMN = 2, 4, 4, 16
+
+
+class MoeRouteParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("logits", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("shares", ctypes.c_uint64),
+        ("shared_shares", ctypes.c_uint64),
+        ("histogram", ctypes.c_uint64),
+        ("n_tokens", ctypes.c_int32),
+        ("logits_stride", ctypes.c_int32),
+    )
+
+
+class MoeGroupParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("ids", ctypes.c_uint64),
+        ("histogram", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("place", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+        ("n_columns", ctypes.c_uint64),
+        ("n_tokens", ctypes.c_int32),
+    )
+
+
+class MoeReduceParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("routed", ctypes.c_uint64),
+        ("shared", ctypes.c_uint64),
+        ("place", ctypes.c_uint64),
+        ("shares", ctypes.c_uint64),
+        ("shared_shares", ctypes.c_uint64),
+    )
+
+
+class MoeLargeParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("tiles", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+        ("n_columns", ctypes.c_uint64),
+        ("n_rows", ctypes.c_int32),
+        ("expert_tiles", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("x_stride", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExperts:
+    """Working memory of a mixture of experts over T tokens with k experts each; layers follow each other in it.
+
+    logits         float32 [T][experts + 1], the last one of the shared expert's gate
+    ids, shares    int32 and float32 [T][k], by falling share: what the chunk was routed to
+    shared_shares  float32 [T]
+    histogram      int32 [blocks of tokens][experts]
+    order, place   int32 [T · k]: the token of a pair in the order of experts, and where a pair lies in that order
+    columns        int32 [most columns][4]: expert, first pair, number of pairs, 0
+    n_columns      int32
+    inner          bf16 [T · k][stride], SwiGLU of gate and up of the experts, in that order
+    routed         bf16 [T · k][hidden], the experts' results
+    shared_inner   bf16 [T][stride], SwiGLU of the shared expert
+    shared         bf16 [T][hidden], its result
+    """
+
+    logits: int
+    ids: int
+    shares: int
+    shared_shares: int
+    histogram: int
+    order: int
+    place: int
+    columns: int
+    n_columns: int
+    inner: int
+    routed: int
+    shared_inner: int
+    shared: int
+
+    @classmethod
+    def take(cls, taker: Taker, tensors: MoeTensors, n_tokens: int) -> "PromptExperts":
+        """Memory for up to ``n_tokens`` tokens."""
+        n_experts, hidden = tensors.n_experts, tensors.routed_down.n_outputs
+        pairs = n_tokens * tensors.experts_per_token
+        inner, shared = activation_stride(tensors.routed_down.k), activation_stride(tensors.shared.down.k)
+
+        def take(name: str, n_bytes: int) -> int:
+            return taker.take(f"workspace/moe_prefill/{name}", n_bytes)
+
+        return cls(
+            logits=take("logits", _FLOAT * n_tokens * (n_experts + 1)),
+            ids=take("ids", _INT * pairs),
+            shares=take("shares", _FLOAT * pairs),
+            shared_shares=take("shared_shares", _FLOAT * n_tokens),
+            histogram=take("histogram", _INT * -(-n_tokens // BLOCK_TOKENS) * n_experts),
+            order=take("order", _INT * pairs),
+            place=take("place", _INT * pairs),
+            columns=take("columns", _COLUMN * most_columns(tensors, n_tokens)),
+            n_columns=take("n_columns", _INT),
+            inner=take("inner", _BF16 * pairs * inner),
+            routed=take("routed", _BF16 * pairs * hidden),
+            shared_inner=take("shared_inner", _BF16 * n_tokens * shared),
+            shared=take("shared", _BF16 * n_tokens * hidden),
+        )
+
+
+def most_columns(tensors: MoeTensors, n_tokens: int) -> int:
+    """Columns that the pairs of ``n_tokens`` tokens can make: full ones, and one for the rest of every expert."""
+    pairs = n_tokens * tensors.experts_per_token
+    return min(pairs, pairs // COLUMN_TOKENS + tensors.n_experts)
+
+
+def _product_spec(matrix: PackedMatrix) -> KernelSpec:
+    """Gate and up, or down, of a bank. Operands of BF16 are words as they are and need a block's registers."""
+    stage_bytes = COLUMN_TOKENS * STAGE_COLUMNS * _BF16 + 4 * _THREADS
+    kept_words = COLUMN_TOKENS // _TOKENS_PER_PASS + 2
+    defines = {
+        "FORMAT": matrix.tile.code,
+        "SWIGLU": int(matrix.interleaved),
+        "GATHER": int(matrix.interleaved),
+        "TOKENS": COLUMN_TOKENS,
+        "STAGES": _STAGES,
+    }
+    shared = _STAGES * stage_bytes + 4 * _THREADS * kept_words
+    blocks = 1 if matrix.format == "BF16" else 2
+    return KernelSpec("moe_large.cu", "moe_large", tuple(defines.items()), _THREADS, shared, blocks)
+
+
+def _group_spec(name: str, tensors: MoeTensors) -> KernelSpec:
+    defines = {
+        "N_EXPERTS": tensors.n_experts,
+        "TOP_K": tensors.experts_per_token,
+        "COLUMN_TOKENS": COLUMN_TOKENS,
+        "HIDDEN": tensors.routed_down.n_outputs,
+    }
+    return KernelSpec("moe_group.cu", name, tuple(defines.items()), _THREADS)
+
+
+def specs(tensors: MoeTensors) -> list[KernelSpec]:
+    """Every variant that a network of this geometry may launch."""
+    return [
+        *linear_large.specs((tensors.router,), Epilogue.STORE),
+        *(_group_spec(name, tensors) for name in ("moe_route", "moe_group", "moe_reduce")),
+        _product_spec(tensors.routed_gate_up),
+        _product_spec(tensors.routed_down),
+        *linear_large.specs((tensors.shared.gate_up,), Epilogue.SWIGLU),
+        *linear_large.specs((tensors.shared.down,), Epilogue.STORE),
+    ]
+
+
+class Grouped:
+    """One product of a bank's experts with the pairs that were routed to them."""
+
+    def __init__(self, device: Device, matrix: PackedMatrix, memory: PromptExperts, pairs: int, columns: int) -> None:
+        """``pairs`` and ``columns``: as many as there may be."""
+        if matrix.n_bytes >= 1 << 32:
+            raise SignatureError(f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed")
+        if pairs * activation_stride(matrix.k) * _BF16 >= 1 << 32:
+            raise UnsupportedError(f"{pairs} rows of {matrix.k} columns for {matrix.name}: fewer than 4 GiB are needed")
+        spec = _product_spec(matrix)
+        self._kernel = device.kernel(spec)
+        self._row_tiles = -(-matrix.expert_tiles // ROW_TILES)
+        self._blocks = min(device.n_sms * spec.min_blocks, columns * self._row_tiles)
+        self._params = MoeLargeParams(
+            tiles=matrix.pointer,
+            order=memory.order,
+            columns=memory.columns,
+            n_columns=memory.n_columns,
+            n_rows=matrix.n_outputs,
+            expert_tiles=matrix.expert_tiles,
+            row_tiles=self._row_tiles,
+            stages=matrix.k_padded // STAGE_COLUMNS,
+            factor=sums_factor(matrix),
+        )
+
+    def launch(self, stream: Stream, x: int, x_stride: int, out: int, out_stride: int) -> None:
+        """bf16 rows of ``x``, by token or by pair → bf16 rows of ``out``, by pair."""
+        self._params.x, self._params.x_stride = x, x_stride
+        self._params.out, self._params.out_stride = out, out_stride
+        self._kernel.launch((self._blocks, 1, 1), self._params, stream)
+
+
+class MoePrefill:
+    """The networks of one layer for up to ``max_tokens`` normed rows."""
+
+    def __init__(
+        self, device: Device, tensors: MoeTensors, memory: PromptExperts, *, max_tokens: int, workspace: int
+    ) -> None:
+        """``workspace`` of ``linear_large``. UnsupportedError for sizes that have no kernels."""
+        hidden, k = tensors.routed_down.n_outputs, tensors.experts_per_token
+        if hidden % 8 or tensors.n_experts > MAX_EXPERTS or k > 32:
+            raise UnsupportedError(
+                f"hidden width {hidden}, {tensors.n_experts} experts, {k} per token: the cuda backend takes widths "
+                f"divisible by 8, {MAX_EXPERTS} experts, 32 per token"
+            )
+
+        def large(matrix: PackedMatrix, epilogue: Epilogue) -> LinearLarge:
+            return LinearLarge(device, (matrix,), epilogue, max_tokens=max_tokens, workspace=workspace)
+
+        pairs, columns = max_tokens * k, most_columns(tensors, max_tokens)
+        self._tensors, self._memory, self._max_tokens = tensors, memory, max_tokens
+        self._route, self._group, self._reduce = (
+            device.kernel(_group_spec(name, tensors)) for name in ("moe_route", "moe_group", "moe_reduce")
+        )
+        self._router = large(tensors.router, Epilogue.STORE)
+        self._gate_up = Grouped(device, tensors.routed_gate_up, memory, pairs, columns)
+        self._down = Grouped(device, tensors.routed_down, memory, pairs, columns)
+        self._shared_gate_up = large(tensors.shared.gate_up, Epilogue.SWIGLU)
+        self._shared_down = large(tensors.shared.down, Epilogue.STORE)
+
+    def launch(self, stream: Stream, n_tokens: int, normed: int, x: int) -> None:
+        """Queue ``x`` += experts of ``normed``: float32 [T][hidden], bf16 [T][activation_stride(hidden)]."""
+        m = self._memory
+        stride = activation_stride(self._tensors.router.k)
+        self._router.launch(stream, n_tokens, normed, stride, (Output(m.logits, "fp32"),))
+        self.route(stream, n_tokens)
+        self.experts(stream, normed)
+        self._shared_gate_up.launch(
+            stream, n_tokens, normed, stride, (Output(m.shared_inner, stride=self._shared_stride),)
+        )
+        self._shared_down.launch(stream, n_tokens, m.shared_inner, self._shared_stride, (Output(m.shared),))
+        self.reduce(stream, n_tokens, x)
+
+    @property
+    def _shared_stride(self) -> int:
+        return activation_stride(self._tensors.shared.down.k)
+
+    def route(self, stream: Stream, n_tokens: int) -> None:
+        """Logits → what goes where."""
+        if not 0 < n_tokens <= self._max_tokens:
+            raise ValueError(f"{n_tokens} tokens, the operation was made for 1 to {self._max_tokens}")
+        m, grid = self._memory, (-(-n_tokens // BLOCK_TOKENS), 1, 1)
+        route = MoeRouteParams(
+            m.logits, m.ids, m.shares, m.shared_shares, m.histogram, n_tokens, self._tensors.n_experts + 1
+        )
+        self._route.launch(grid, route, stream)
+        group = MoeGroupParams(m.ids, m.histogram, m.order, m.place, m.columns, m.n_columns, n_tokens)
+        self._group.launch(grid, group, stream)
+
+    def experts(self, stream: Stream, normed: int) -> None:
+        """``normed`` → ``inner`` → ``routed``."""
+        m, t = self._memory, self._tensors
+        inner = activation_stride(t.routed_down.k)
+        self._gate_up.launch(stream, normed, activation_stride(t.routed_gate_up.k), m.inner, inner)
+        self._down.launch(stream, m.inner, inner, m.routed, t.routed_down.n_outputs)
+
+    def reduce(self, stream: Stream, n_tokens: int, x: int) -> None:
+        """``x`` += shares · ``routed`` + shared share · ``shared``."""
+        m = self._memory
+        params = MoeReduceParams(x, m.routed, m.shared, m.place, m.shares, m.shared_shares)
+        self._reduce.launch((n_tokens, 1, 1), params, stream)
