@@ -279,7 +279,6 @@ DEVICE void multiply_sparing(const Params& p, Copies& copies, const uint8_t* til
     using Lane = LaneWeights;
     static_assert(FORMAT != BF16 && N * 8 <= TOKENS, "words are not the operand");
     const int lane = static_cast<int>(lane_id());
-    const int g = lane >> 2, t = lane & 3;
     Lane weights[2];
     uint32_t at[2] = {first_row, second_row};  // byte of the stage whose words are loaded next
     int slot = 0;
@@ -313,6 +312,8 @@ DEVICE void multiply_sparing(const Params& p, Copies& copies, const uint8_t* til
                 }
                 cp_async_commit();
             }
+            const uint32_t thread = thread_index_anew(), g = thread / 4 % 8, t = thread % 4;
+            const unsigned char* staged = ring + slot + TOKEN_BYTES + thread / 32 * 128 + g * 8;
             Scale scale[2][2];  // [m][row g, g + 8]
 #pragma unroll
             for (int half = 0; half < 2 && !IDLE; ++half) {
@@ -320,8 +321,7 @@ DEVICE void multiply_sparing(const Params& p, Copies& copies, const uint8_t* til
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     if (half == 0 || FORMAT == W8)
-                        weights[m].scales(ring + slot + TOKEN_BYTES + warp_index() * 128 + g * 8 + m * 64, group, half,
-                                          scale[m]);
+                        weights[m].scales(staged + m * 64, group, half, scale[m]);
 #pragma unroll
                     for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
                     if (half == 1) {
