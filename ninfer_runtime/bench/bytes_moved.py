@@ -90,13 +90,15 @@ def distinct_experts(text: TextGeometry, n_columns: int) -> float:
     return text.n_experts * (1 - (1 - text.experts_per_token / text.n_experts) ** n_columns)
 
 
-def weight_bytes(objects: Iterable[Entry], text: TextGeometry, n_columns: int = 1) -> int:
-    """Bytes of the weights that a round of ``n_columns`` columns reads: all once, of the experts those touched."""
+def weight_bytes(objects: Iterable[Entry], text: TextGeometry, n_columns: int = 1, touched: float | None = None) -> int:
+    """Bytes of the weights that a round of ``n_columns`` columns reads: all once, of the experts those ``touched`` in
+    a layer, on average; None: as many as with independent routing."""
     total = 0.0
+    touched = distinct_experts(text, n_columns) if touched is None and text.n_experts else touched or 0.0
     for entries in matrices(objects).values():
         for entry in entries:
             is_bank = entry.name.rpartition("/")[2] in _ROUTED
-            total += entry.n_bytes * (distinct_experts(text, n_columns) / text.n_experts if is_bank else 1)
+            total += entry.n_bytes * (touched / text.n_experts if is_bank else 1)
     return round(total)
 
 
@@ -115,12 +117,18 @@ def kv_bytes_per_token(text: TextGeometry, kv_dtype: str) -> int:
 
 
 def round_bytes(
-    objects: Iterable[Entry], text: TextGeometry, contexts: Sequence[float], kv_dtype: str, n_columns: int | None = None
+    objects: Iterable[Entry],
+    text: TextGeometry,
+    contexts: Sequence[float],
+    kv_dtype: str,
+    n_columns: int | None = None,
+    touched: float | None = None,
 ) -> RoundBytes:
-    """One round whose rows have these contexts (tokens); ``n_columns`` in all, by default one per row."""
+    """One round whose rows have these contexts (tokens); ``n_columns`` in all, by default one per row; ``touched`` as
+    in ``weight_bytes``."""
     n_rows = len(contexts)
     return RoundBytes(
-        weights=weight_bytes(objects, text, n_rows if n_columns is None else n_columns),
+        weights=weight_bytes(objects, text, n_rows if n_columns is None else n_columns, touched),
         states=2 * n_rows * state_bytes(text),
         keys_values=round(sum(contexts) * kv_bytes_per_token(text, kv_dtype)),
     )

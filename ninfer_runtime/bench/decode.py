@@ -31,6 +31,22 @@ class TimesRounds(Protocol):
         """Start recording at most ``n_rounds`` rounds, or (None) end it and return (begin, end) of each, seconds."""
 
 
+@runtime_checkable
+class TellsRouting(Protocol):
+    """A program that keeps which experts its last round's columns went to."""
+
+    def bench_routing(self, n_columns: int) -> Int32s:
+        """int32 [layers, n_columns, k]; no layers for a dense model."""
+
+
+def distinct_routed(run: Running, n_columns: int) -> float | None:
+    """Experts of a layer that the last round of so many columns read, on average over the layers; None: not known."""
+    if not isinstance(run.program, TellsRouting):
+        return None
+    layers = run.program.bench_routing(n_columns)
+    return float(np.mean([len(np.unique(ids)) for ids in layers])) if len(layers) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Rounds to time: rows × columns, every row at ``context`` tokens."""
@@ -167,8 +183,9 @@ def decode(run: Running, shape: Shape, seed: int) -> list[Result]:
     times = time_rounds(run, shape, seed, spans=True)
     text, objects = run.model.spec.text, run.artifact.directory.objects
     context = shape.context + WARM_UP_ROUNDS + shape.rounds / 2
-    moved = round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, shape.rows * shape.columns)
     n_columns = shape.rows * shape.columns
+    touched = distinct_routed(run, n_columns)
+    moved = round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, n_columns, touched)
     flops = n_columns * (matrix_flops(objects, text, head=True) + attention_flops(text, round(context), 1))
     emitted = sum(int(result.emitted.sum()) for result in times.results[WARM_UP_ROUNDS:])
     name = f"{run.identity}/c{shape.rows}{f'x{shape.columns}' if shape.columns > 1 else ''}/ctx{shape.context}"
@@ -191,6 +208,7 @@ def decode(run: Running, shape: Shape, seed: int) -> list[Result]:
                 "flops": flops,
                 "seconds": times.mean,
                 "kv_dtype": run.kv_dtype,
+                **({} if touched is None else {"distinct_experts": round(touched, 2)}),
             },
         )
     ]

@@ -14,6 +14,7 @@ from ninfer_runtime.bench.decode import COLUMN_SHAPES, ROW_COUNTS, Shape, aggreg
 from ninfer_runtime.bench.drafts import N_DRAFTS, ROWS, ForcesAcceptance, drafts, recurrence
 from ninfer_runtime.bench.limits import device_limits, host_limits
 from ninfer_runtime.bench.load import load
+from ninfer_runtime.bench.moe import moe
 from ninfer_runtime.bench.ops import ops
 from ninfer_runtime.bench.prefill import LateChunk, Prompt, attention, prefill
 from ninfer_runtime.bench.report import Limits, Record, Result, current_commit, plot_roofline, render
@@ -58,7 +59,7 @@ def bench_prefill(options: BenchOptions, prompts: Sequence[Prompt], late: LateCh
 
 def bench_ops(options: BenchOptions, context: int, rounds: int, output: Output) -> int:
     """``matrix/…`` and ``columns/…``; the exit code."""
-    parts = [ops, _columns(context, rounds, options.seed)]
+    parts = [ops, moe, _columns(context, rounds, options.seed)]
     return _report(options, _widest(context, rounds).room, parts, output)
 
 
@@ -88,6 +89,7 @@ def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, outpu
         _aggregate(first.context, rounds, options.seed, seconds),
         _columns(first.context, rounds, options.seed),
         ops,
+        moe,
         _prefill(prompt, options.seed),
         *(_late(chunk, options.seed) for chunk in late),
         *(_decode(shape, options.seed) for shape in others),

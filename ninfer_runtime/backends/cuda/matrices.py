@@ -119,18 +119,18 @@ class SmallMatrices:
         def small(matrices: tuple[PackedMatrix, ...], epilogue: linear_small.Epilogue) -> LinearSmall:
             return LinearSmall(device, taker, matrices, epilogue, max_columns, regions.linear_small_workspace)
 
-        def ffn(of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall | MoeRound:
+        def ffn(layer: int, of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall | MoeRound:
             if isinstance(of, MoeTensors):
                 assert regions.experts is not None
-                workspace = regions.linear_small_workspace
-                return MoeRound(MoeSmall(device, taker, of, regions.experts, max_columns, workspace))
+                memory, workspace = regions.experts.of_layer(layer), regions.linear_small_workspace
+                return MoeRound(MoeSmall(device, taker, of, memory, max_columns, workspace))
             return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"), use)
 
         self.layers = [
             LayerSmall(
                 inputs=small(layer.mixer.inputs.matrices, "store"),
                 output=small((layer.mixer.output,), "residual"),
-                ffn=ffn(layer.ffn, uses.get(i, RESIDENT)),
+                ffn=ffn(i, layer.ffn, uses.get(i, RESIDENT)),
             )
             for i, layer in enumerate(regions.weights.blocks)
         ]

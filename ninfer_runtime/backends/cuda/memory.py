@@ -209,7 +209,9 @@ def lay_out(
         snapshots=take("snapshots/device", limits.device_snapshots * states.state_bytes_per_slot),
         rope=take("workspace/rope", 4 * spec.rotary_dim),
         activations=activations,
-        experts=None if experts is None else RoundExperts.take(taker, experts, round_columns(limits)),
+        experts=None
+        if experts is None
+        else RoundExperts.take(taker, experts, round_columns(limits), len(weights.blocks)),
         prompt=prompt,
         round_memory=RoundMemory.take(taker, "workspace/round", layout),
         prompt_memory=RoundMemory.take(taker, "workspace/prompt", prompt_layout),

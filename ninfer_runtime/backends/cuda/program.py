@@ -341,6 +341,17 @@ class CudaProgram:
         self.device.upload(self._regions.round_memory.rows, rows)
         return self._round_pass.recurrences(n_rows, n_columns)
 
+    def bench_routing(self, n_columns: int) -> Int32s:
+        """int32 [layers, n_columns, k]: the experts of the last round of so many columns; [0, …] for a dense model."""
+        r = self._regions
+        if r.experts is None:
+            return np.zeros((0, n_columns, 0), np.int32)
+        k, n_layers = self.model.spec.text.experts_per_token, len(r.weights.layers)
+        found = np.empty((n_layers, r.experts.layer_ids_bytes // (4 * k), k), np.int32)
+        self.device.synchronize(self.stream)
+        self.device.download(r.experts.ids, found)
+        return found[:, :n_columns]
+
     def bench_accept(self, probability: float) -> None:
         """From the next round on take every draft with this probability, whatever was drawn; 0: as it was drawn."""
         self._forced = probability

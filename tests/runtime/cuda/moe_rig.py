@@ -70,7 +70,7 @@ class MoeRig:
         arena = Arena(device, workspace_bytes(device, n_columns) + (8 << 20))
         workspace = Workspace(arena, workspace_bytes(device, n_columns))
         workspace.clear(device, self.stream)
-        self.memory = RoundExperts.take(arena, self.tensors, n_columns)
+        self.memory = RoundExperts.take(arena, self.tensors, n_columns, 1)
         self._clear_inner(n_columns)
         self.op = MoeSmall(device, arena, self.tensors, self.memory, n_columns, workspace)
         self.op.prepare()

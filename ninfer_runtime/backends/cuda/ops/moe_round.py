@@ -6,7 +6,7 @@ Reference: ``backends/reference/moe.py``.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
@@ -89,7 +89,8 @@ class RoundExperts:
 
     logits        float32 [T][experts + 1], the last one of the shared expert's gate
     h, shared_h   bf16 [T · k][stride], [T][stride]: SwiGLU of the routed experts by (column, rank), of the shared one
-    ids, shares   int32 and float32 [T][k], by falling share; what the round was routed to
+    ids           int32 [layers][most T][k], by falling share; what the round was routed to, kept for every layer
+    shares        float32 [T][k], theirs
     shared_share  float32 [T]
     """
 
@@ -99,9 +100,10 @@ class RoundExperts:
     ids: int
     shares: int
     shared_share: int
+    layer_ids_bytes: int
 
     @classmethod
-    def take(cls, taker: Taker, tensors: MoeTensors, n_columns: int) -> "RoundExperts":
+    def take(cls, taker: Taker, tensors: MoeTensors, n_columns: int, n_layers: int) -> "RoundExperts":
         """Memory for up to ``n_columns`` columns."""
         pairs = n_columns * tensors.experts_per_token
         inner, shared = activation_stride(tensors.routed_down.k), activation_stride(tensors.shared.down.k)
@@ -109,10 +111,15 @@ class RoundExperts:
             logits=taker.take("workspace/moe/logits", _FLOAT * n_columns * (tensors.n_experts + 1)),
             h=taker.take("workspace/moe/h", _BF16 * pairs * inner),
             shared_h=taker.take("workspace/moe/shared_h", _BF16 * n_columns * shared),
-            ids=taker.take("workspace/moe/ids", _INT * pairs),
+            ids=taker.take("workspace/moe/ids", _INT * pairs * n_layers),
             shares=taker.take("workspace/moe/shares", _FLOAT * pairs),
             shared_share=taker.take("workspace/moe/shared_share", _FLOAT * n_columns),
+            layer_ids_bytes=_INT * pairs,
         )
+
+    def of_layer(self, layer: int) -> "RoundExperts":
+        """What the layer works in."""
+        return replace(self, ids=self.ids + layer * self.layer_ids_bytes)
 
 
 def token_tiles(n_columns: int) -> int:
