@@ -18,10 +18,13 @@ from ninfer_runtime.commands.flags import (
     DraftTokens,
     DtypeName,
     Effort,
+    FfnLayers,
     File,
     Frequency,
     GrammarFile,
     Greedy,
+    HostEmbedding,
+    HostLinkLimit,
     IgnoreEos,
     Json,
     JsonSchemaFile,
@@ -33,6 +36,7 @@ from ninfer_runtime.commands.flags import (
     MaxContext,
     MaxNew,
     MaxThinking,
+    MemoryLimit,
     MinP,
     NoDraftBackoff,
     NoThinking,
@@ -51,8 +55,10 @@ from ninfer_runtime.commands.flags import (
     Temperature,
     TopK,
     TopP,
+    WeightResidencyName,
 )
-from ninfer_runtime.commands.parsing import positive, unsigned
+from ninfer_runtime.commands.parsing import positive
+from ninfer_runtime.commands.plan_cli import plan
 from ninfer_runtime.commands.serve_cli import serve
 
 if TYPE_CHECKING:
@@ -68,6 +74,7 @@ app = typer.Typer(
 )
 app.add_typer(bench)
 app.command()(serve)
+app.command()(plan)
 
 
 def _engine_options(
@@ -76,10 +83,12 @@ def _engine_options(
     kv_rotation: OnOff = "on",
     kv_capacity: str | None = None,
     no_draft_backoff: bool = False,
+    n_ffn_layers: str | None = None,
     **fields: Any,
 ) -> "EngineOptions":
     """Fields that are spelled otherwise as options; the rest have the names of ``EngineOptions``."""
     from ninfer_runtime.commands.options import EngineOptions
+    from ninfer_runtime.commands.parsing import ffn_layers
     from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
 
     return EngineOptions(
@@ -87,6 +96,7 @@ def _engine_options(
         kv_rotation=kv_rotation == "on",
         kv_capacity=None if kv_capacity is None else read_capacity(kv_capacity),
         draft_backoff=not no_draft_backoff,
+        n_ffn_layers=ffn_layers(n_ffn_layers),
         **fields,
     )
 
@@ -178,6 +188,11 @@ def generate(
     lm_head_draft: LmHeadDraft = False,
     draft_acceptance: DraftAcceptance = "equal",
     no_draft_backoff: NoDraftBackoff = False,
+    weight_residency: WeightResidencyName = "device",
+    n_ffn_layers: FfnLayers = None,
+    host_embedding: HostEmbedding = False,
+    memory_limit: MemoryLimit = None,
+    host_link_limit: HostLinkLimit = None,
     as_json: Json = False,
 ) -> int:
     """Answer one prompt: the answer on stdout, thinking and statistics on stderr."""
@@ -202,6 +217,11 @@ def generate(
             lm_head_draft=lm_head_draft,
             draft_acceptance=draft_acceptance,
             no_draft_backoff=no_draft_backoff,
+            weight_residency=weight_residency,
+            n_ffn_layers=n_ffn_layers,
+            host_embedding=host_embedding,
+            memory_limit=memory_limit,
+            host_link_limit=host_link_limit,
         ),
         PromptOptions(prompt, messages, ids),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
@@ -264,6 +284,11 @@ def chat(
     lm_head_draft: LmHeadDraft = False,
     draft_acceptance: DraftAcceptance = "equal",
     no_draft_backoff: NoDraftBackoff = False,
+    weight_residency: WeightResidencyName = "device",
+    n_ffn_layers: FfnLayers = None,
+    host_embedding: HostEmbedding = False,
+    memory_limit: MemoryLimit = None,
+    host_link_limit: HostLinkLimit = None,
     statistics: Annotated[bool, typer.Option("--statistics", help="Print times after every answer.")] = False,
 ) -> int:
     """Talk to the model: /reset forgets, /quit leaves, Ctrl-C stops an answer."""
@@ -287,6 +312,11 @@ def chat(
             lm_head_draft=lm_head_draft,
             draft_acceptance=draft_acceptance,
             no_draft_backoff=no_draft_backoff,
+            weight_residency=weight_residency,
+            n_ffn_layers=n_ffn_layers,
+            host_embedding=host_embedding,
+            memory_limit=memory_limit,
+            host_link_limit=host_link_limit,
         ),
         _sampling_options(greedy, temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, seed),
         _answer_options(
@@ -428,50 +458,6 @@ def kernels(
     from ninfer_runtime.commands.kernels import kernels as run
 
     return run(arch, sass=sass, jobs=jobs, as_json=as_json)
-
-
-@app.command()
-def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="FILE", show_default=False, help="The .ninfer file, or a published identity.")
-    ],
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option("--gpu", metavar="NAME|BYTES", help="rtx5090, rtx5060ti, h200, or its memory; repeatable.  [all]"),
-    ] = None,
-    kv_dtype: KvDtypeName = "auto",
-    kv_capacity: KvCapacity = None,
-    max_context: Annotated[
-        int | None, typer.Option("--max-context", parser=positive, metavar="N", help="Tokens of a sequence.  [8192]")
-    ] = None,
-    max_concurrency: MaxConcurrency = 1,
-    prefill_chunk: PrefillChunk = 1024,
-    snapshots: Annotated[
-        int, typer.Option("--snapshots", parser=unsigned, metavar="N", help="States kept for prefix reuse.")
-    ] = 0,
-    spec: Spec = "none",
-    draft_tokens: DraftTokens = 0,
-    lm_head_draft: LmHeadDraft = False,
-    as_json: Json = False,
-) -> int:
-    """Print what the model takes of a card's memory, without the card: what fits, and the flag that would help."""
-    from ninfer_runtime.commands.options import PlanOptions
-    from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
-    from ninfer_runtime.commands.plan import plan as run
-
-    capacity = None if kv_capacity is None else read_capacity(kv_capacity)
-    options = PlanOptions(
-        max_context,
-        kv_dtype,
-        capacity,
-        max_concurrency,
-        prefill_chunk,
-        snapshots,
-        spec,
-        draft_tokens,
-        lm_head_draft,
-    )
-    return run(source, gpu or (), options, as_json=as_json)
 
 
 def main() -> NoReturn:

@@ -117,13 +117,15 @@ def _drafts(run: Running, shape: Shape, seed: int, plain: float) -> list[Result]
     ]
 
 
-def time_drafting(run: Running, shape: Shape, seed: int) -> tuple[list[float], list[RoundResult]]:
+def time_drafting(
+    run: Running, shape: Shape, seed: int, accepted: float = ACCEPTED
+) -> tuple[list[float], list[RoundResult]]:
     """Seconds between the reads of ``shape.rounds`` rounds, and the results of all, those that warm up included."""
     program = run.program
     assert isinstance(program, ForcesAcceptance)
     pages = run.fill(range(shape.rows), shape.context, seed)
     wanted = np.full(shape.rows, N_DRAFTS, np.int32)
-    program.bench_accept(acceptance_per_draft(ACCEPTED, N_DRAFTS))
+    program.bench_accept(acceptance_per_draft(accepted, N_DRAFTS))
     round_: Round = replace(RoundDriver(run, replace(shape, columns=1), pages, seed).first, n_drafts=wanted)
     ticket, stamps, results = program.launch(round_), [0.0], []
     try:

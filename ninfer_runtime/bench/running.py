@@ -21,7 +21,7 @@ from ninfer_runtime.backends.base import (
     ProgramLimits,
     ProgramOptions,
 )
-from ninfer_runtime.config import PAGE_TOKENS, Dtype, KvDtype, Proposer, SamplingParams
+from ninfer_runtime.config import ON_DEVICE, PAGE_TOKENS, Dtype, KvDtype, Proposer, Residency, SamplingParams
 from ninfer_runtime.models.binder import BoundModel, bind
 
 GREEDY = SamplingParams.greedy()
@@ -42,6 +42,7 @@ class BenchOptions:
     seed: int = 0
     max_drafts: int = 0
     """Of the draft layer, if there is one to measure."""
+    residency: Residency = ON_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,9 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
         if longest is not None and room.context > longest:
             raise UsageError(f"the benchmark needs {room.context} tokens, the model was made for {longest}; use less")
         proposer: Proposer = "mtp" if options.max_drafts else "none"
-        wanted = ProgramOptions(options.device, options.dtype, options.kv_dtype, proposer=proposer)
+        wanted = ProgramOptions(
+            options.device, options.dtype, options.kv_dtype, proposer=proposer, residency=options.residency
+        )
         plan = maker.plan_memory(model, program_limits(options, room), wanted)
         missing = plan.device_bytes - maker.free_memory(wanted)
         if missing > 0:

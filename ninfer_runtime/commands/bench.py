@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ninfer_runtime.commands.parsing import positive, unsigned
+from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
 if TYPE_CHECKING:
@@ -191,6 +191,40 @@ def drafts(
 
     options = _options(file, backend, device, dtype, kv_dtype, 1024, seed)
     return bench_drafts(options, context, rounds, _output(as_json, None))
+
+
+@bench.command()
+def offload(
+    file: File,
+    n_ffn_layers: Annotated[
+        list[str] | None,
+        typer.Option("--n-ffn-layers", metavar="N|auto", help="Layers that stay; repeatable.  [auto and 41]"),
+    ] = None,
+    memory_limit: Annotated[
+        int, typer.Option("--memory-limit", parser=memory_size, metavar="SIZE", help="Of the card that is meant.")
+    ] = 16 << 30,
+    host_link_limit: Annotated[
+        float, typer.Option("--host-link-limit", parser=link_rate, metavar="RATE", help="Of its link.")
+    ] = 27e9,
+    context: Annotated[int, typer.Option("--context", parser=positive, metavar="N", help="Of the row.")] = 7680,
+    rounds: Rounds = 64,
+    backend: Backend = "cuda",
+    device: Device = None,
+    dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> int:
+    """Time rounds with feed-forward networks in host memory, as on a card with less memory and a slower link."""
+    from ninfer_runtime.bench.offload import OffloadCase, offload_cases
+    from ninfer_runtime.bench.suite import bench_offload
+
+    counts = [case.n_layers for case in offload_cases(context, rounds)]
+    if n_ffn_layers:
+        counts = [ffn_layers(text) for text in n_ffn_layers]
+    cases = [OffloadCase(context, rounds, n, memory_limit, host_link_limit) for n in counts]
+    options = _options(file, backend, device, dtype, kv_dtype, 1024, seed)
+    return bench_offload(options, cases, _output(as_json, None))
 
 
 @bench.command(name="all")

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ninfer_runtime.commands.parsing import decimal, integer, positive, unsigned
-from ninfer_runtime.config import Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer
+from ninfer_runtime.commands.parsing import decimal, integer, link_rate, memory_size, positive, unsigned
+from ninfer_runtime.config import Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer, WeightResidency
 
 OnOff = Literal["on", "off"]
 
@@ -40,6 +40,25 @@ Nvfp4ActivationsName = Annotated[
 KvCapacity = Annotated[
     str | None,
     typer.Option("--kv-capacity", metavar="N|auto", help="Tokens in the pool of all sequences; auto: what is free."),
+]
+WeightResidencyName = Annotated[
+    WeightResidency,
+    typer.Option("--weight-residency", help="ffn: feed-forward networks wait in host memory as far as they must."),
+]
+FfnLayers = Annotated[
+    str | None,
+    typer.Option("--n-ffn-layers", metavar="N|auto", help="Layers whose networks stay on the device.  [auto]"),
+]
+HostEmbedding = Annotated[
+    bool, typer.Option("--host-embedding", help="Keep the token embedding in host memory; its rows are read there.")
+]
+MemoryLimit = Annotated[
+    int | None,
+    typer.Option("--memory-limit", parser=memory_size, metavar="SIZE", help="Use a card as if it had no more memory."),
+]
+HostLinkLimit = Annotated[
+    float | None,
+    typer.Option("--host-link-limit", parser=link_rate, metavar="RATE", help="Copy networks no faster; for tests."),
 ]
 MaxConcurrency = Annotated[
     int, typer.Option("--max-concurrency", parser=positive, metavar="N", help="Sequences at once, 1 to 8.")

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.config import Acceptance, Dtype, EngineConfig, KvCapacity, KvDtype, Nvfp4Activations, Proposer
+from ninfer_runtime.config import (
+    Acceptance,
+    Dtype,
+    EngineConfig,
+    KvCapacity,
+    KvDtype,
+    Nvfp4Activations,
+    Proposer,
+    WeightResidency,
+)
 
 if TYPE_CHECKING:
     from ninfer_runtime.text.grammar import GrammarSpec
@@ -36,6 +45,11 @@ class EngineOptions:
     lm_head_draft: bool = False
     draft_acceptance: Acceptance = "equal"
     draft_backoff: bool = True
+    weight_residency: WeightResidency = "device"
+    n_ffn_layers: int | None = None
+    host_embedding: bool = False
+    memory_limit: int | None = None
+    host_link_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,9 @@ class PlanOptions:
     spec: Proposer = "none"
     draft_tokens: int = 0
     lm_head_draft: bool = False
+    weight_residency: WeightResidency = "device"
+    n_ffn_layers: int | None = None
+    host_embedding: bool = False
 
     def config(self, longest: int | None) -> EngineConfig:
         """For a model that was made for ``longest`` tokens."""
@@ -67,6 +84,9 @@ class PlanOptions:
             spec=self.spec,
             draft_tokens=self.draft_tokens,
             lm_head_draft=self.lm_head_draft,
+            weight_residency=self.weight_residency,
+            n_ffn_layers=self.n_ffn_layers,
+            host_embedding=self.host_embedding,
         )
 
 

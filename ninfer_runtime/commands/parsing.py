@@ -14,6 +14,13 @@ STDIN = "-"
 _UNSIGNED = re.compile(r"[0-9]{1,20}")
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)(|[KMGT]i?B)")
+_RATE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)(|[KMGT]i?B)/s")
+_UNITS = {"": 1.0} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000.0), ("iB", 1024.0))
+}
 _DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
@@ -34,6 +41,29 @@ def positive(text: str | int) -> int:
 def kv_capacity(text: str) -> int | Literal["auto"]:
     """Tokens, or ``auto``."""
     return "auto" if text == "auto" else positive(text)
+
+
+def ffn_layers(text: str | None) -> int | None:
+    """A number of layers; None for ``auto``."""
+    return None if text in (None, "auto") else unsigned(text)
+
+
+def memory_size(text: str | int) -> int:
+    """Bytes, as in 17179869184, 16GiB or 16GB."""
+    return int(_scaled(text, _SIZE, "a size of memory, as in 16GiB"))
+
+
+def link_rate(text: str | float) -> float:
+    """Bytes per second, as in 27GB/s."""
+    return _scaled(text, _RATE, "a rate, as in 27GB/s")
+
+
+def _scaled(text: str | float, pattern: re.Pattern[str], what: str) -> float:
+    if not isinstance(text, str):
+        return text
+    if (found := pattern.fullmatch(text)) is None or not 0 < (number := float(found[1]) * _UNITS[found[2]]) < 2**62:
+        raise typer.BadParameter(f"{text!r} is not {what}")
+    return number
 
 
 def integer(text: str | int) -> int:

@@ -12,6 +12,8 @@ from ninfer_format.published import PUBLISHED
 from ninfer_format.reader import Artifact
 from ninfer_runtime.backends.cuda.card import CardBackend, card_key, card_named
 from ninfer_runtime.backends.cuda.planned import CARDS, DRIVER_BYTES, Card, planned_model
+from ninfer_runtime.backends.cuda.planning import Forecast, forecast_text
+from ninfer_runtime.backends.cuda.residency import ACCEPTANCE
 from ninfer_runtime.commands.options import PlanOptions
 from ninfer_runtime.config import EngineConfig
 from ninfer_runtime.engine.memory_plan import GRID_SEQUENCES, Survey, mebibytes, survey
@@ -22,11 +24,13 @@ _SCHEMA = "ninfer.plan/1"
 
 @dataclass(frozen=True, slots=True)
 class CardSurvey:
-    """What one card holds; ``refusal``: why the backend does not run it today."""
+    """What one card holds; ``refusal``: why the backend does not run it today; ``forecast``: what its rounds take."""
 
     card: Card
     survey: Survey
     refusal: str | None
+    forecast: Forecast | None
+    n_layers: int
 
 
 def plan(source: str, gpus: Sequence[str], options: PlanOptions, *, as_json: bool) -> int:
@@ -58,13 +62,26 @@ def planned_from(source: str) -> Iterator[BoundModel]:
 def _on_card(model: BoundModel, card: Card, config: EngineConfig) -> CardSurvey:
     backend = CardBackend(card)
     found = survey(backend, model, config)
-    return CardSurvey(card, found, backend.refusal(model, found.plan.limits, found.plan.options))
+    refusal = backend.refusal(model, found.plan.limits, found.plan.options)
+    forecast = None if refusal else backend.forecast(model, found.plan)
+    return CardSurvey(card, found, refusal, forecast, len(model.layers))
+
+
+def _networks(found: CardSurvey) -> str:
+    residency = found.survey.plan.options.residency
+    if residency.weights == "device":
+        return "all"
+    return f"{found.n_layers - len(residency.streamed or ())} of {found.n_layers}"
 
 
 def _remedy(found: Survey) -> str:
     if found.fits:
         return "-"
     return found.remedy or "a smaller artifact"
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f}"
 
 
 def _count(number: int | None) -> str:
@@ -81,6 +98,9 @@ _ROWS: tuple[tuple[str, Callable[[CardSurvey], str]], ...] = (
     ("workspace", lambda found: mebibytes(found.survey.plan.workspace_bytes)),
     ("snapshots", lambda found: mebibytes(found.survey.plan.device_snapshot_bytes)),
     ("graphs", lambda found: mebibytes(found.survey.plan.graph_bytes)),
+    ("host memory", lambda found: mebibytes(found.survey.plan.host_weight_bytes)),
+    ("networks on the device", _networks),
+    ("slots of the others", lambda found: str(found.survey.plan.options.residency.n_slots or "-")),
     ("free", lambda found: mebibytes(found.survey.left_bytes)),
     ("fits", lambda found: "yes" if found.survey.fits else "no"),
     ("KV pool, tokens", lambda found: _count(found.survey.plan.limits.n_pages * found.survey.plan.limits.page_tokens)),
@@ -88,6 +108,8 @@ _ROWS: tuple[tuple[str, Callable[[CardSurvey], str]], ...] = (
     ("largest context", lambda found: _count(found.survey.context)),
     ("most sequences", lambda found: _count(found.survey.concurrency)),
     ("what would fit", lambda found: _remedy(found.survey)),
+    ("predicted tokens/s", lambda found: _rate(found.forecast.plain_rate if found.forecast else None)),
+    ("predicted with drafts", lambda found: _rate(found.forecast.drafting_rate if found.forecast else None)),
 )
 
 
@@ -113,8 +135,21 @@ def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey])
         wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for label, *texts in rows:
             yield label.ljust(wide[0]) + "".join("  " + text.rjust(w) for text, w in zip(texts, wide[1:], strict=True))
+    if any(found.forecast for found in cards):
+        yield ""
+        yield from _forecast_lines(config, cards)
     for refusal in dict.fromkeys(found.refusal for found in cards if found.refusal):
         yield f"estimated, since the backend refuses it today: {refusal}"
+
+
+def _forecast_lines(config: EngineConfig, cards: Sequence[CardSurvey]) -> Iterator[str]:
+    """What the predictions mean, and what the rounds of each card consist of."""
+    drafts = f"; with drafts: {ACCEPTANCE:.0%} of them accepted" if config.spec != "none" else ""
+    yield f"predicted, not measured on this card: one sequence, {config.max_context:,} tokens behind it{drafts}"
+    for found in cards:
+        if found.forecast is not None and (streamed := found.survey.plan.options.residency.streamed):
+            layers = ", ".join(map(str, streamed))
+            yield f"{found.card.name}: networks of layers {layers} are streamed; {forecast_text(found.forecast)}"
 
 
 def _document(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey]) -> dict[str, Any]:
@@ -143,6 +178,9 @@ def _card_document(found: CardSurvey) -> dict[str, Any]:
         "workspace_bytes": plan_.workspace_bytes,
         "snapshot_bytes": plan_.device_snapshot_bytes,
         "graph_bytes": plan_.graph_bytes,
+        "host_weight_bytes": plan_.host_weight_bytes,
+        "streamed_layers": list(plan_.options.residency.streamed or ()),
+        "slots": plan_.options.residency.n_slots,
         "free_bytes": survey_.left_bytes,
         "fits": survey_.fits,
         "largest_context": survey_.context,
@@ -153,5 +191,9 @@ def _card_document(found: CardSurvey) -> dict[str, Any]:
             for kv_dtype, row in survey_.grid.items()
         },
         "remedy": survey_.remedy,
+        "predicted_tokens_per_second": found.forecast and round(found.forecast.plain_rate, 2),
+        "predicted_with_drafts": found.forecast
+        and found.forecast.drafting_rate
+        and round(found.forecast.drafting_rate, 2),
         "estimated": found.refusal,
     }

@@ -116,6 +116,11 @@ def serve(
     lm_head_draft: flags.LmHeadDraft = False,
     draft_acceptance: flags.DraftAcceptance = "equal",
     no_draft_backoff: flags.NoDraftBackoff = False,
+    weight_residency: flags.WeightResidencyName = "device",
+    n_ffn_layers: flags.FfnLayers = None,
+    host_embedding: flags.HostEmbedding = False,
+    memory_limit: flags.MemoryLimit = None,
+    host_link_limit: flags.HostLinkLimit = None,
     greedy: flags.Greedy = False,
     temperature: flags.Temperature = None,
     top_p: flags.TopP = None,
@@ -130,6 +135,7 @@ def serve(
 ) -> int:
     """Serve a model: OpenAI chat, completions and responses, Anthropic messages, a page at /."""
     from ninfer_runtime.commands.options import EngineOptions, SamplingOptions
+    from ninfer_runtime.commands.parsing import ffn_layers
     from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
     from ninfer_runtime.commands.serve import ServeEngineOptions
     from ninfer_runtime.commands.serve import serve as run
@@ -142,6 +148,7 @@ def serve(
         "nvfp4_activations": nvfp4_activations,
         "kv_capacity": None if kv_capacity is None else read_capacity(kv_capacity),
         "draft_backoff": not no_draft_backoff,
+        "n_ffn_layers": ffn_layers(n_ffn_layers),
     }
     return run(
         EngineOptions(
@@ -157,6 +164,10 @@ def serve(
             draft_tokens=draft_tokens,
             lm_head_draft=lm_head_draft,
             draft_acceptance=draft_acceptance,
+            weight_residency=weight_residency,
+            host_embedding=host_embedding,
+            memory_limit=memory_limit,
+            host_link_limit=host_link_limit,
             **engine,
         ),
         ServeEngineOptions(not no_prefix_reuse, snapshots, host_snapshots, max_pending, pending_seconds or None),

@@ -71,6 +71,11 @@ class Session:
             lm_head_draft=options.lm_head_draft,
             acceptance=options.draft_acceptance,
             draft_backoff=options.draft_backoff,
+            weight_residency=options.weight_residency,
+            n_ffn_layers=options.n_ffn_layers,
+            host_embedding=options.host_embedding,
+            memory_limit=options.memory_limit,
+            host_link_limit=options.host_link_limit,
         )
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.base import Backend, MemoryPlan, ProgramLimits, ProgramOptions
@@ -82,13 +83,16 @@ def plan_within(backend: Backend, model: BoundModel, config: EngineConfig, free:
     sequence's whole context, at least one whole context and one page per sequence.
     """
     options, limits = program_options(config), program_limits(config)
+    least = max(config.pages_per_sequence, config.max_concurrency)
+    if config.kv_capacity == "auto" and config.weight_residency == "ffn":
+        # Networks take what the smallest pool leaves; the pool then takes the rest.
+        options = backend.plan_memory(model, replace(limits, n_pages=least), options).options
 
     def planned(n_pages: int) -> MemoryPlan:
         return backend.plan_memory(model, replace(limits, n_pages=n_pages), options)
 
     if config.kv_capacity != "auto":
         return planned(limits.n_pages)
-    least = max(config.pages_per_sequence, config.max_concurrency)
     n_pages = largest(least, limits.n_pages, lambda n: free - HEADROOM_BYTES - planned(n).reserved_bytes)
     return planned(n_pages or least)
 
@@ -193,6 +197,23 @@ def _single_changes(config: EngineConfig) -> Iterator[tuple[EngineConfig, str]]:
         yield replace(config, max_concurrency=n), f"--max-concurrency {n}"
     if config.prefill_chunk > _SMALLEST_CHUNK:
         yield replace(config, prefill_chunk=_SMALLEST_CHUNK), f"--prefill-chunk {_SMALLEST_CHUNK}"
+    if config.backend == "cuda":
+        yield from _host_changes(config)
+
+
+def _host_changes(config: EngineConfig) -> Iterator[tuple[EngineConfig, str]]:
+    """Weights in host memory: the embedding costs next to nothing, networks cost speed."""
+    moves: list[tuple[dict[str, Any], str]] = []
+    if not config.host_embedding:
+        moves.append(({"host_embedding": True}, "--host-embedding"))
+    if config.n_ffn_layers is not None:
+        moves.append(({"n_ffn_layers": None}, "--n-ffn-layers auto"))
+    elif config.weight_residency == "device":
+        moves.append(({"weight_residency": "ffn"}, "--weight-residency ffn"))
+    for changes, flags in moves:
+        yield replace(config, **changes), flags
+    if len(moves) > 1:
+        yield replace(config, **moves[0][0], **moves[1][0]), " ".join(flags for _, flags in moves)
 
 
 def shortage(backend: Backend, model: BoundModel, config: EngineConfig, plan: MemoryPlan, free: int) -> str:

@@ -7,7 +7,7 @@ from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES
-from ninfer_runtime.backends.cuda.planning import plan_program, with_residency
+from ninfer_runtime.backends.cuda.planning import plan_program, plan_streamed
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.cuda.rates import measured_rates
 from ninfer_runtime.backends.cuda.residency import Rates
@@ -50,7 +50,7 @@ class CudaBackend:
         device = self._device(options)
         if options.residency.weights == "ffn" and options.residency.streamed is None:
             free, rates = self.free_memory(options), self.rates(options)
-            options = with_residency(model, limits, options, device, free, rates)
+            return plan_streamed(model, limits, options, device, free, rates)
         return plan_program(model, limits, options, device)
 
     def rates(self, options: ProgramOptions) -> Rates:

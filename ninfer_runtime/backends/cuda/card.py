@@ -12,9 +12,11 @@ from ninfer_format.inventory import expected_inventory, resident_bytes
 from ninfer_runtime.backends.base import MemoryPlan, Program, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.planned import CARDS, UNKNOWN_CARD, USUAL_RATES, Card, dense_twin
+from ninfer_runtime.backends.cuda.planning import Forecast, planned_forecast
 from ninfer_runtime.backends.kv_numeric import token_bytes
 from ninfer_runtime.config import KvStorage
 from ninfer_runtime.models.binder import BoundModel
+from ninfer_runtime.models.qwen3_5 import MlpWeights
 
 _BYTES = re.compile(r"([1-9][0-9]{0,15})(MiB|GiB)?")
 _UNITS = {None: 1, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -69,6 +71,12 @@ class CardBackend:
             if options.residency.weights == "ffn":
                 raise
             return self._estimate(model, limits, options)
+
+    def forecast(self, model: BoundModel, plan: MemoryPlan) -> Forecast | None:
+        """Rounds of a plan; None for a card whose rates are not known, and for a mixture of experts."""
+        if self.card.rates is None or not isinstance(model.layers[0].ffn, MlpWeights):
+            return None
+        return planned_forecast(model, plan, self.card.as_device(), self.card.rates)
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> Program:
         """UsageError: there is no such device here."""

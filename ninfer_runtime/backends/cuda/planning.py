@@ -29,47 +29,64 @@ _PREDICTED_DRAFTS = 3
 
 def plan_program(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device) -> MemoryPlan:
     """The sums of a program whose residency is chosen; UsageError or UnsupportedError for what has no kernels."""
+    return _planned(model, limits, options, device)[1]
+
+
+def _planned(
+    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device
+) -> tuple[Regions, MemoryPlan]:
     plan, host = ArenaPlan(), ArenaPlan()
     regions = lay_out(model, limits, options, device, plan, host)
     SmallMatrices(device, plan, regions, round_columns(limits))
-    return memory_plan(limits, options, plan, snapshot_bytes(regions), host.n_bytes)
+    return regions, memory_plan(limits, options, plan, snapshot_bytes(regions), host.n_bytes)
 
 
-def with_residency(
+def plan_streamed(
     model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, free: int, rates: Rates
-) -> ProgramOptions:
-    """The options with the networks that are streamed so that ``free`` bytes hold the program, if that is possible.
+) -> MemoryPlan:
+    """The plan whose networks are streamed so that ``free`` bytes hold the program, if that is possible.
 
     UnsupportedError for a mixture of experts, UsageError for more resident layers than there are.
     """
     residency, n_layers = options.residency, len(model.layers)
     if (residency.n_ffn_layers or 0) > n_layers:
         raise UsageError(f"n_ffn_layers is {residency.n_ffn_layers}, the model has {n_layers} layers")
-    regions = lay_out(model, limits, _resident(options), device, ArenaPlan())
-    cost = round_bytes(model, regions, limits, limits.max_drafts)
-    sizes = [_network(layer) for layer in regions.weights.layers]
-    if any(size is None for size in sizes):
+    on_device = replace(residency, weights="device", streamed=(), n_slots=0)
+    regions, resident = _planned(model, limits, replace(options, residency=on_device), device)
+    found = [_network(layer) for layer in regions.weights.layers]
+    networks = [network for network in found if network is not None]
+    if len(networks) < n_layers:
         raise UnsupportedError(
             f"{model.artifact.path}: a mixture of experts reads other parts of its networks in every round, which are "
             "not streamed; leave --weight-residency ffn out"
         )
-    networks = [(up(size[0], ALIGNMENT), up(size[1], ALIGNMENT)) for size in sizes if size is not None]
-    resident = plan_program(model, limits, _resident(options), device).reserved_bytes
-    fixed = resident - sum(map(sum, networks))
 
-    def fits(streamed: tuple[int, ...], n_slots: int) -> bool:
-        moving = set(streamed)
-        stays = sum(sum(size) for i, size in enumerate(networks) if i not in moving)
-        slot = sum(max((networks[i][half] for i in streamed), default=0) for half in (0, 1))
-        return fixed + stays + n_slots * slot <= free
+    def with_streamed(streamed: tuple[int, ...], n_slots: int) -> MemoryPlan:
+        """Every region is aligned by itself, so sizes add up."""
+        moved = [networks[i] for i in streamed]
+        slot = sum(up(max((network[half] for network in moved), default=0), ALIGNMENT) for half in (0, 1))
+        exact = n_slots * slot - sum(map(sum, moved))
+        aligned = n_slots * slot - sum(_aligned(network) for network in moved)
+        return replace(
+            resident,
+            options=replace(options, residency=replace(residency, streamed=streamed, n_slots=n_slots, rates=both)),
+            weight_bytes=resident.weight_bytes + exact,
+            workspace_bytes=resident.workspace_bytes + aligned - exact,
+            host_weight_bytes=resident.host_weight_bytes + sum(_aligned(network) for network in moved),
+        )
 
-    choice = choose(cost, rates.limited(residency), residency, fits)
-    chosen = replace(residency, streamed=choice.streamed, n_slots=choice.n_slots, rates=(rates.read, rates.link))
-    return replace(options, residency=chosen)
+    both = rates.read, rates.link
+    choice = choose(
+        round_bytes(model, regions, limits, limits.max_drafts),
+        rates.limited(residency),
+        residency,
+        lambda streamed, n_slots: with_streamed(streamed, n_slots).reserved_bytes <= free,
+    )
+    return with_streamed(choice.streamed, choice.n_slots)
 
 
-def _resident(options: ProgramOptions) -> ProgramOptions:
-    return replace(options, residency=replace(options.residency, weights="device", streamed=(), n_slots=0))
+def _aligned(network: tuple[int, int]) -> int:
+    return sum(up(n_bytes, ALIGNMENT) for n_bytes in network)
 
 
 def _network(layer: LayerTensors) -> tuple[int, int] | None:
@@ -137,7 +154,8 @@ def forecast(model: BoundModel, regions: Regions, plan: MemoryPlan, rates: Rates
 
 def planned_forecast(model: BoundModel, plan: MemoryPlan, device: Device, rates: Rates) -> Forecast:
     """Of a program that does not exist yet."""
-    return forecast(model, lay_out(model, plan.limits, plan.options, device, ArenaPlan()), plan, rates)
+    regions = lay_out(model, plan.limits, plan.options, device, ArenaPlan())
+    return forecast(model, regions, plan, rates)
 
 
 def forecast_text(found: Forecast) -> str:

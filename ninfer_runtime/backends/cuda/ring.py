@@ -168,13 +168,17 @@ class Ring:
         self._events.arrived[key].record(self._copies)
         self._copied.add(key)
 
-    def copy_all(self) -> Stream:
-        """Queue a pass's copies alone, for measurements, and the first networks behind them; their stream."""
-        for k in (*range(len(self.layout.layers)), *range(self.layout.n_slots)):
+    def seconds_of_copies(self) -> float:
+        """What the copies of a pass take alone; nothing else may be running."""
+        begin, end = self._device.event(timing=True), self._device.event(timing=True)
+        begin.record(self._copies)
+        for k in range(len(self.layout.layers)):
             for which in (GATE_UP, DOWN):
                 self._copy(k, which)
-        self._is_ahead = True
-        return self._copies
+        end.record(self._copies)
+        self.fill()
+        self._copies.synchronize()
+        return end.elapsed_ms(begin) / 1e3
 
 
 class _RingUse:

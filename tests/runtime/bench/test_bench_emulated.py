@@ -10,7 +10,8 @@ import pytest
 
 from ninfer_runtime.backends.base import Backend
 from ninfer_runtime.backends.cuda.backend import CudaBackend
-from ninfer_runtime.bench import decode, drafts, load, prefill, running
+from ninfer_runtime.backends.cuda.residency import Rates
+from ninfer_runtime.bench import decode, drafts, load, offload, prefill, running
 from ninfer_runtime.bench.decode import Shape
 from ninfer_runtime.bench.running import BenchOptions, Room
 from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
@@ -26,7 +27,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchOp
     with EmulatedDevice() as device:
 
         def emulated(name: str) -> Backend:
-            return CudaBackend(device)
+            return CudaBackend(device, rates=Rates(400e9, 54e9))
 
         monkeypatch.setattr(running, "backend", emulated)
         monkeypatch.setattr(running, "SEED_TOKENS", 64)
@@ -70,6 +71,31 @@ def test_rounds_that_draft_pass_their_checks(options: BenchOptions, monkeypatch:
         assert (timed.id, timed.problem) == ("drafts/tiny/groupwise-int/c1/k3/ctx70", "")
         assert cost.id == "drafts/tiny/groupwise-int/c1/k3/round"
         assert 1 < float(timed.details["tokens_per_round"]) <= 4
+
+
+def test_streamed_rounds_are_held_against_both_bounds_and_carried_to_the_card_that_is_meant(
+    options: BenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (drafts, offload):
+        monkeypatch.setattr(module, "WARM_UP_ROUNDS", 2)
+    case = offload.OffloadCase(70, 4, n_layers=1)
+    results = list(offload.offload(replace(options, kv_dtype="bf16"), [case]))
+    name = "offload/tiny/groupwise-int/n1/ctx70"
+    assert [result.id for result in results] == [
+        f"{name}/plain", f"{name}/plain/rtx5060ti", f"{name}/k3", f"{name}/k3/rtx5060ti"
+    ]  # fmt: skip
+    assert {result.problem for result in results} == {""}
+    for measured, carried in (results[:2], results[2:]):
+        d = measured.details
+        assert d["streamed"] == sorted(d["streamed"])
+        assert len(d["streamed"]) == 3
+        assert d["copies_ms"] > 0
+        assert measured.value == pytest.approx(d["round_ms"] / max(d["copies_ms"], d["products_ms"]), rel=0.01)
+        tokens = 1.0 if carried.id.endswith("plain/rtx5060ti") else 1 + 3 * offload.ACCEPTED
+        assert carried.value == pytest.approx(
+            tokens / (carried.details["forecast_ms"] / 1e3 * measured.value), rel=0.01
+        )
+    assert results[2].details["tokens_per_round"] > 1
 
 
 def test_acceptance_of_each_draft_adds_up() -> None:

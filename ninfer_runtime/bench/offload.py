@@ -1,0 +1,150 @@
+"""Rounds whose feed-forward networks come from host memory, on a card that is emulated: less memory, a slower link.
+
+A round can end no sooner than its copies alone, and no sooner than its products alone: both are measured in the same
+run, the products on a program of the same model that is all resident. How much longer it takes is a property of the
+schedule, and is carried over to the card that is meant.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from ninfer_runtime.bench.decode import WARM_UP_ROUNDS, Shape, problem_of, time_rounds
+from ninfer_runtime.bench.drafts import N_DRAFTS, time_drafting
+from ninfer_runtime.bench.report import Result
+from ninfer_runtime.bench.running import BenchOptions, Running, running
+from ninfer_runtime.config import ON_DEVICE, Residency
+
+MEMORY_LIMIT = 16 << 30
+LINK_LIMIT = 27e9
+PUBLISHED_LAYERS = 41
+"""Resident layers of the published measurement on an RTX 5060 Ti."""
+ACCEPTED = 0.52
+"""Share of the drafts that was accepted there."""
+TARGET = "rtx5060ti"
+_COPY_SAMPLES = 3
+
+
+@runtime_checkable
+class CopiesNetworks(Protocol):
+    """A program that may stream networks."""
+
+    def bench_copies(self) -> float:
+        """Seconds that the copies of one round take alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCase:
+    """``n_layers`` whose networks stay on the device; None: as many as fit."""
+
+    context: int
+    rounds: int
+    n_layers: int | None = None
+    memory_limit: int = MEMORY_LIMIT
+    link_limit: float = LINK_LIMIT
+
+    @property
+    def residency(self) -> Residency:
+        """As an option of the program."""
+        return Residency("ffn", self.n_layers, None, 0, True, self.memory_limit, self.link_limit)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the widest round."""
+        return Shape(self.context, 1, 1 + N_DRAFTS, self.rounds)
+
+
+def offload_cases(context: int, rounds: int) -> tuple[OffloadCase, ...]:
+    """What fits the card, and the published number of layers, whose rounds are long."""
+    return OffloadCase(context, rounds), OffloadCase(context, max(8, rounds // 4), PUBLISHED_LAYERS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Seconds per round and the tokens, without drafts and with ``N_DRAFTS`` of them."""
+
+    plain: float
+    drafting: float
+    plain_tokens: tuple[int, ...]
+    drafted_tokens: tuple[int, ...]
+    problem: str
+
+
+def offload(options: BenchOptions, cases: Sequence[OffloadCase], accepted: float = ACCEPTED) -> Iterator[Result]:
+    """``offload/…`` of every case, with ``accepted`` of the drafts taken; nothing for programs that cannot stream."""
+    options = replace(options, max_drafts=N_DRAFTS)
+    resident: dict[tuple[int, int], _Measured] = {}
+    for case in cases:
+        key = case.context, case.rounds
+        if key not in resident:
+            with running(replace(options, residency=ON_DEVICE), case.shape.room) as run:
+                if not isinstance(run.program, CopiesNetworks):
+                    return
+                resident[key] = _measure(run, case, options.seed, accepted)
+        with running(replace(options, residency=case.residency), case.shape.room) as run:
+            yield from _results(run, case, options.seed, accepted, resident[key])
+
+
+def _measure(run: Running, case: OffloadCase, seed: int, accepted: float) -> _Measured:
+    shape = replace(case.shape, columns=1)
+    plain = time_rounds(run, shape, seed)
+    seconds, results = time_drafting(run, case.shape, seed, accepted)
+    return _Measured(
+        plain=plain.mean,
+        drafting=float(np.mean(seconds)),
+        plain_tokens=tuple(int(result.token_ids[0, 0]) for result in plain.results),
+        drafted_tokens=tuple(int(token) for result in results for token in result.token_ids[0, : result.emitted[0]]),
+        problem=problem_of(run, shape, plain, seed),
+    )
+
+
+def _results(run: Running, case: OffloadCase, seed: int, accepted: float, resident: _Measured) -> Iterator[Result]:
+    assert isinstance(run.program, CopiesNetworks)
+    found = _measure(run, case, seed, accepted)
+    copies = float(np.median([run.program.bench_copies() for _ in range(_COPY_SAMPLES)]))
+    chosen, n_layers = run.plan.options.residency, len(run.model.layers)
+    n_resident = n_layers - len(chosen.streamed or ())
+    wrong = found.problem or resident.problem
+    if found.plain_tokens != resident.plain_tokens or found.drafted_tokens != resident.drafted_tokens:
+        wrong = wrong or "tokens differ from those of the program that is all resident"
+    name = f"offload/{run.identity}/n{n_resident}/ctx{case.context}"
+    check = f"{len(found.plain_tokens) + len(found.drafted_tokens)} tokens as of the resident program"
+    plain, drafting = _forecast(run) or (None, None)
+    per_round = len(found.drafted_tokens) / (WARM_UP_ROUNDS + case.rounds)
+    for kind, seconds, products, n_tokens, expected, n_expected in (
+        ("plain", found.plain, resident.plain, 1.0, plain, 1.0),
+        (f"k{N_DRAFTS}", found.drafting, resident.drafting, per_round, drafting, 1 + accepted * N_DRAFTS),
+    ):
+        bound = max(copies, products)
+        details = {
+            "round_ms": round(seconds * 1e3, 4),
+            "copies_ms": round(copies * 1e3, 4),
+            "products_ms": round(products * 1e3, 4),
+            "streamed": list(chosen.streamed or ()),
+            "slots": chosen.n_slots,
+            "device_bytes": run.plan.reserved_bytes,
+            "host_bytes": run.plan.host_weight_bytes,
+            "link_gbps": round(case.link_limit / 1e9, 3),
+            "tokens_per_round": round(n_tokens, 4),
+        }
+        ratio = seconds / bound
+        yield Result(f"{name}/{kind}", ratio, "x of the larger bound", check=check, problem=wrong, details=details)
+        if expected is not None:
+            rate = n_expected / (expected * ratio)
+            details = {"round_ms": round(expected * ratio * 1e3, 3), "forecast_ms": round(expected * 1e3, 3)}
+            yield Result(
+                f"{name}/{kind}/{TARGET}", rate, "tok/s predicted", check=check, problem=wrong, details=details
+            )
+
+
+def _forecast(run: Running) -> tuple[float, float | None] | None:
+    """Seconds of rounds on the card that is meant, by its own plan of the same limits: plain, with drafts."""
+    from ninfer_runtime.backends.cuda.card import CardBackend, card_named
+
+    backend, options = CardBackend(card_named(TARGET)), run.plan.options
+    meant = replace(options.residency, streamed=None, n_slots=0, memory_limit=None, link_limit=None, rates=None)
+    plan = backend.plan_memory(run.model, run.plan.limits, replace(options, residency=meant))
+    found = backend.forecast(run.model, plan)
+    return None if found is None else (found.plain.seconds, found.drafting.seconds if found.drafting else None)
