@@ -16,6 +16,7 @@ from ninfer_runtime.bench.limits import device_limits, host_limits
 from ninfer_runtime.bench.load import load
 from ninfer_runtime.bench.moe import moe
 from ninfer_runtime.bench.ops import ops
+from ninfer_runtime.bench.offload import OffloadCase, offload, offload_cases
 from ninfer_runtime.bench.prefill import LateChunk, Prompt, attention, prefill
 from ninfer_runtime.bench.report import Limits, Record, Result, current_commit, plot_roofline, render
 from ninfer_runtime.bench.running import BenchOptions, Room, Running, has_draft_layer, running
@@ -72,6 +73,11 @@ def bench_drafts(options: BenchOptions, context: int, rounds: int, output: Outpu
     return _report(options, room, parts, output, drafting=drafting)
 
 
+def bench_offload(options: BenchOptions, cases: Sequence[OffloadCase], output: Output) -> int:
+    """``offload/…``; the exit code."""
+    return _report(options, Room(), [], output, offloads=cases)
+
+
 def bench_load(options: BenchOptions, output: Output) -> int:
     """``load/…``; the exit code."""
     return _report(options, Room(), [], output, and_load=True)
@@ -96,7 +102,8 @@ def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, outpu
         recurrence,
     ]
     drafting = _drafting(options, first.context, rounds, seconds)
-    return _report(options, room, parts, output, and_load=True, drafting=drafting)
+    offloads = offload_cases(first.context, rounds)
+    return _report(options, room, parts, output, and_load=True, drafting=drafting, offloads=offloads)
 
 
 def _decode(shape: Shape, seed: int) -> Part:
@@ -180,9 +187,10 @@ def _measured(
     *,
     and_load: bool,
     drafting: Drafting | None,
+    offloads: Sequence[OffloadCase],
 ) -> Record:
     """Create the program, measure the roofs on the same device, then the parts; afterwards, without it, the parts of a
-    program that drafts, and loading."""
+    program that drafts, programs whose networks are streamed, and loading."""
     with running(options, room) as run:
         say(f"started {run.identity} in {run.create_seconds:.1f} s")
         device: Device | None = getattr(run.program, "device", None)
@@ -197,6 +205,8 @@ def _measured(
         with running(drafting[0], drafting[1]) as run:
             for part in drafting[2]:
                 recorder.add(partial(part, run))
+    if offloads and forces and has_draft_layer(options.path):
+        recorder.add(lambda: offload(options, offloads))
     if and_load:
         recorder.add(lambda: load(options))
     return recorder.record
@@ -216,9 +226,10 @@ def _report(
     *,
     and_load: bool = False,
     drafting: Drafting | None = None,
+    offloads: Sequence[OffloadCase] = (),
 ) -> int:
     """Measure, print and draw; 1 when an output check failed."""
-    record = _measured(options, room, parts, output.folder, and_load=and_load, drafting=drafting)
+    record = _measured(options, room, parts, output.folder, and_load=and_load, drafting=drafting, offloads=offloads)
     if output.plot is not None:
         plot_roofline(record, output.plot)
     if output.as_json:

@@ -352,6 +352,11 @@ class CudaProgram:
         self.device.download(r.experts.ids, found)
         return found[:, :n_columns]
 
+    def bench_copies(self) -> float:
+        """Seconds that the copies of a round's streamed networks take alone; 0 where none are streamed."""
+        self.device.synchronize()
+        return 0.0 if self.ring is None or not self.ring.layout.is_moving else self.ring.seconds_of_copies()
+
     def bench_accept(self, probability: float) -> None:
         """From the next round on take every draft with this probability, whatever was drawn; 0: as it was drawn."""
         self._forced = probability
