@@ -395,6 +395,16 @@ DEVICE T shfl_down(T value, int delta) {
     return emulator_shuffles::exchange(value, emulator::current->lane + delta);
 }
 
+DEVICE uint32_t reduce_max(uint32_t value) {
+    for (int mask = emulator::LANES / 2; mask > 0; mask >>= 1) {
+        const uint32_t other = shfl_xor(value, mask);
+        if (other > value) value = other;
+    }
+    return value;
+}
+
+DEVICE uint32_t reduce_min(uint32_t value) { return ~reduce_max(~value); }
+
 DEVICE uint32_t ballot(bool predicate) {
     emulator::Slot& slot = emulator::open_slot();
     slot.words[emulator::current->lane] = predicate;

@@ -20,24 +20,27 @@ template <int EXPERTS, int K>
 DEVICE void route_token(const float (&logits)[ceil_div(EXPERTS, WARP_LANES)], int (&ids)[K], float (&shares)[K]) {
     static_assert(K <= EXPERTS, "experts per token");
     constexpr int MINE = ceil_div(EXPERTS, WARP_LANES);
-    const int lane = static_cast<int>(lane_id());
-    uint64_t keys[MINE];  // 0: taken, or no expert
+    const uint32_t lane = lane_id();
+    uint32_t keys[MINE];  // 0: taken, or no expert
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-        const int expert = lane + WARP_LANES * i;
-        keys[i] = expert < EXPERTS ? static_cast<uint64_t>(ordered_bits(logits[i])) << 32 | (0xffffffffu - expert) : 0;
-    }
+    for (int i = 0; i < MINE; ++i)
+        keys[i] = lane + WARP_LANES * i < EXPERTS ? maximum(ordered_bits(logits[i]), 1u) : 0u;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-        uint64_t best = 0;
+        uint32_t best = keys[0];
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) best = maximum(best, keys[i]);
-        best = warp_max(best);
+        for (int i = 1; i < MINE; ++i) best = maximum(best, keys[i]);
+        best = reduce_max(best);
+        uint32_t first = 0xffffffffu;
+#pragma unroll
+        for (int i = MINE - 1; i >= 0; --i)
+            if (keys[i] == best) first = lane + WARP_LANES * i;
+        const uint32_t id = reduce_min(first);
 #pragma unroll
         for (int i = 0; i < MINE; ++i)
-            if (keys[i] == best) keys[i] = 0;
-        ids[k] = static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
-        shares[k] = from_ordered_bits(static_cast<uint32_t>(best >> 32));
+            if (id == lane + WARP_LANES * i) keys[i] = 0;
+        ids[k] = static_cast<int>(id);
+        shares[k] = from_ordered_bits(best);
     }
     const float largest = shares[0];
     float sum = 0.0f;

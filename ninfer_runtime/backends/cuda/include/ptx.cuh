@@ -365,6 +365,19 @@ DEVICE T shfl_down(T value, int delta) {
 
 DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(FULL_MASK, predicate); }
 
+// Largest and smallest of all lanes' words, in every lane.
+DEVICE uint32_t reduce_max(uint32_t value) {
+    uint32_t largest;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+    return largest;
+}
+
+DEVICE uint32_t reduce_min(uint32_t value) {
+    uint32_t smallest;
+    asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(smallest) : "r"(value));
+    return smallest;
+}
+
 DEVICE void warp_sync() { __syncwarp(FULL_MASK); }
 
 #endif
