@@ -1,6 +1,7 @@
 """Time the attention kernels of a 27B-sized model: python scripts/lab_attention.py [kernels=DIR] [check] [decode] ...
 
-DIR holds other versions of the kernels; parts are check, decode, prefill, short.
+DIR holds other versions of the kernels for the parts behind it: check, decode, prefill, short,
+chunk (int8 prompts behind 0, 7,168 and 130,048 tokens, with a check).
 
 Rounds run as a graph of 16 layers, each with its own pages (cold in L2), with programmatic edges; shares are of the
 measured read bandwidth for the bytes of the cached tokens, and of the measured bf16 ``mma.sync`` rate.
@@ -50,8 +51,8 @@ class Lab:
         self.layout = KvLayout(n_layers, 4, -(-n_tokens // PAGE_TOKENS) + 16, format)
         self.pointers: list[int] = []
         self.pool = self.allocate(self.layout.n_bytes)
-        device.fill(self.pool, 0x11, self.layout.n_bytes, self.stream)
         random = np.random.default_rng(0)
+        self.fill_pool(random)
         self.stride = self.geometry.projection_rows
         words = random.standard_normal(1024 * self.stride).astype(np.float32).view(np.uint32) >> 16
         self.qk, self.gv = self.put(words.astype(np.uint16)), self.put(words[::-1].astype(np.uint16))
@@ -64,6 +65,21 @@ class Lab:
         """Device memory until ``close``."""
         self.pointers.append(self.device.allocate(n_bytes))
         return self.pointers[-1]
+
+    def fill_pool(self, random: np.random.Generator) -> None:
+        """Random codes, scales of 1/64: how fast products are depends on the bits that change."""
+        layout = self.layout
+        codes = random.integers(0, 256, 1 << 24, np.uint8)
+        if layout.format == "bf16":
+            codes = (random.standard_normal(1 << 23).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        scales = np.full(1 << 20, 0x2400, np.uint16)
+        for plane, offset in enumerate(layout.plane_offsets):
+            content = (codes if plane < 2 else scales).view(np.uint8)
+            source, size = self.put(content), layout.plane_page_bytes[plane] * layout.n_pages
+            for layer in range(layout.n_layers):
+                for at in range(0, size, content.size):
+                    target = self.pool + layer * layout.layer_bytes + offset + at
+                    self.device.copy(target, source, min(content.size, size - at), self.stream)
 
     def put(self, array: np.ndarray) -> int:
         """A copy on the device."""
@@ -185,6 +201,21 @@ def prefill(device: CudaDevice) -> None:
         lab.close()
 
 
+def chunk(device: CudaDevice) -> None:
+    """INT8 prompts behind few and many tokens: microseconds, TFLOP/s and the error of a small one."""
+    lab = Lab(device, "int8", 131_072, 1)
+    words = []
+    for start in (0, 7_168, 131_072 - 1024):
+        us = lab.prefill(1024, start)
+        flops = 4.0 * HEAD_DIM * 24 * sum(range(start + 1, start + 1025))
+        words.append(f"{start}: {us:.0f} us {flops / us / 1e6:.0f} TFLOP/s")
+    lab.close()
+    positions = torch.arange(63, 363).expand(3, -1)
+    outcome = run_prefill(Rig(device, SPEC, "int8", 200, 1), 63, 300, positions, range(0, 300, 23))
+    check_written(outcome)
+    print("int8 chunk", *words, f"error {largest_error(outcome):.1e}", sep="; ", flush=True)
+
+
 def short(device: CudaDevice) -> None:
     """The two sizes that versions are compared by."""
     for format in FORMATS:
@@ -195,18 +226,21 @@ def short(device: CudaDevice) -> None:
         lab.close()
 
 
+PARTS = {"check": check, "decode": decode, "prefill": prefill, "short": short, "chunk": chunk}
+
+
 def main() -> None:
-    """Run the parts named on the command line."""
-    compiler = None
+    """Run the parts named on the command line, in order."""
+    device = CudaDevice()
     for name in sys.argv[1:] or ["check", "decode", "prefill"]:
         if name.startswith("kernels="):
             folder = Path(name.removeprefix("kernels="))
-            compiler = Compiler("sm_90a", sources=Sources(folder, INCLUDE_FOLDER), report=lambda line: None)
+            device.close()
+            sources = Sources(folder, INCLUDE_FOLDER)
+            device = CudaDevice(compiler=Compiler("sm_90a", sources=sources, report=lambda line: None))
             print(folder)
-    device = CudaDevice(compiler=compiler)
-    for name in sys.argv[1:] or ["check", "decode", "prefill"]:
-        if not name.startswith("kernels="):
-            {"check": check, "decode": decode, "prefill": prefill, "short": short}[name](device)
+        else:
+            PARTS[name](device)
     device.close()
 
 

@@ -5,38 +5,10 @@
 // rotated, the queries are too, and the result is left in fp32 for prefill_unrotate. fp32 accumulation, softmax to base 2.
 // Reference backends/reference/attention.py; tolerance 1 % of a head's norm, see specs/kernels.md.
 #include "common.cuh"
-#include "attention.cuh"
+#include "attention_prefill.cuh"
 
-#ifndef LOWEST
-#define LOWEST 0  // 1: index 0 of the row is not seen
-#endif
-
-struct AttentionPrefillParams {
-    const uint16_t* qk;
-    const uint16_t* gv;
-    const int* pages;
-    const uint8_t* k;
-    const uint8_t* v;
-    const uint16_t* k_scales;
-    const uint16_t* v_scales;
-    float* partial;  // [2 * part][TILE_ROWS][HEAD_DIM]: a part's first tile, if begun by another part; + 1: its last
-    float* stats;    // [2 * part][TILE_ROWS][2]: score that the weights are relative to, sum of the weights
-    uint16_t* out;
-    float* mixed;    // [token][N_HEADS * HEAD_DIM], rotated, not gated; null: without rotation
-    int n_tokens;
-    int start;
-    int qk_stride;
-    int gv_stride;
-    int out_stride;
-    int n_parts;
-};
-
-constexpr int WARPS = 8;
-constexpr int TILE_ROWS = 128;  // 16 per warp in q k, 64 rows by 64 dims per warp in p v
-constexpr int TILE_KEYS = 32;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int PLANE_BYTES = TILE_KEYS * ROW_BYTES;
-constexpr int WEIGHT_BYTES = TILE_ROWS * TILE_KEYS * 2;
 constexpr int SHARED_V = 2 * PLANE_BYTES;
 constexpr int SHARED_WEIGHTS = 4 * PLANE_BYTES;
 constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
@@ -44,15 +16,8 @@ constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on
 constexpr int RAW_BYTES = TILE_KEYS * KEY_BYTES;
 constexpr int COPY_BYTES = KV_FP6 ? 8 : 16;  // a thread's 32 dims of FP6 are 24 bytes
 constexpr int THREAD_CHUNKS = TILE_KEYS * KEY_BYTES / COPY_BYTES / THREADS;
-constexpr int PAGE_UNITS = PAGE_TOKENS / TILE_KEYS;
-constexpr int PAGE_RING = 4;
 // Steps between the request of a tile and the step that finishes it: coded bytes wait in `raw`, words go to their place.
 constexpr int AHEAD = KV_QUANTIZED ? 1 : 0;
-constexpr int WHOLE = -1;  // slot of a tile that one part does from its first key to its last
-constexpr float STALE = 8.0f;  // weights are relative to a score that may be this far (to base 2) below the largest
-constexpr float WEIGHT_SHIFT = KV_QUANTIZED ? 6.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
-
-static_assert(THREADS == WARPS * WARP_LANES && PAGE_TOKENS % TILE_KEYS == 0, "eight warps; a tile lies in one page");
 
 DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if KV_QUANTIZED
@@ -60,20 +25,6 @@ DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 #else
     mma_bf16(d, a, b0, b1);
 #endif
-}
-
-DEVICE int n_tiles(const AttentionPrefillParams& p) { return ceil_div(p.n_tokens * RATIO, TILE_ROWS); }
-
-// Key tiles that the rows of a tile see.
-DEVICE int tile_units(const AttentionPrefillParams& p, int tile) {
-    const int last_token = minimum(p.n_tokens - 1, (TILE_ROWS * tile + TILE_ROWS - 1) / RATIO);
-    return ceil_div(p.start + last_token + 1, TILE_KEYS);
-}
-
-DEVICE int head_units(const AttentionPrefillParams& p) {
-    int total = 0;
-    for (int tile = 0; tile < n_tiles(p); ++tile) total += tile_units(p, tile);
-    return total;
 }
 
 // 16-byte chunk of a row of a K or V tile. Eight rows of one chunk lie in different banks; so do, of one row, the eight
@@ -92,8 +43,6 @@ DEVICE int fragment_offset(int key7, int step, int odd) {
     if (KV_INT8) return (16 * key7 ^ 16 * ((step & 1) | (step >> 2 & 3) << 1)) + 128 * odd + 256 * (step >> 1 & 1);
     return (16 * (key7 ^ odd) ^ 32 * (step & 3)) + 128 * (step >> 2);
 }
-
-DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 * (chunk ^ (row >> 1 & 3)); }
 
 // One plane's next tile on its way: each thread finishes the bytes that it requested itself.
 struct Request {
@@ -190,11 +139,9 @@ struct Request {
     }
 };
 
-// The rows 16 warp + g and + 8 of a tile: their queries, and the running softmax.
+// The queries of rows 16 warp + g and + 8 of a tile.
 struct Scorer {
     uint32_t query[HEAD_DIM / 16][4];
-    float reference[2];
-    float sum[2];
 
     DEVICE void load(const AttentionPrefillParams& p, int head, int tile) {
         const int t = lane_id() % 4;
@@ -212,8 +159,6 @@ struct Scorer {
                     query[step][half + 2 * i] = KV_QUANTIZED ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
                 }
             }
-            reference[half] = NO_SCORE;
-            sum[half] = 0.0f;
         }
     }
 
@@ -242,68 +187,6 @@ struct Scorer {
             ldmatrix_x4(b[pair], row + 16 * pair * ROW_BYTES + fragment_offset(key7, step, matrix % 2));
     }
 
-    // Scores into 16-bit weights; factors[row] is what the row's earlier results shrink by, mostly 1.
-    DEVICE void weigh(float (&s)[TILE_KEYS / 8][4], uint8_t* weights, float* factors, int first_key, int start, int tile) {
-        const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * warp_index() + g;
-        if (first_key + TILE_KEYS > start) {  // some row of the chunk may not see them all
-            const int last[2] = {start + (tile * TILE_ROWS + row) / RATIO - first_key - 2 * t,
-                                 start + (tile * TILE_ROWS + row + 8) / RATIO - first_key - 2 * t};
-#pragma unroll
-            for (int n = 0; n < TILE_KEYS / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (8 * n + i % 2 > last[i / 2]) s[n][i] = MASKED;
-            }
-        }
-        if (LOWEST == 1 && first_key == 0 && t == 0) s[0][0] = s[0][2] = MASKED;
-        float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])};
-#pragma unroll
-        for (int n = 1; n < TILE_KEYS / 8; ++n) {
-            top[0] = fmaxf(top[0], fmaxf(s[n][0], s[n][1]));
-            top[1] = fmaxf(top[1], fmaxf(s[n][2], s[n][3]));
-        }
-#pragma unroll
-        for (int mask = 1; mask <= 2; mask <<= 1) {
-            const float other[2] = {shfl_xor(top[0], mask), shfl_xor(top[1], mask)};
-            top[0] = fmaxf(top[0], other[0]);
-            top[1] = fmaxf(top[1], other[1]);
-        }
-        float offset[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float scaled = top[half] * SCORE_SCALE;
-            const float now = scaled > reference[half] + STALE ? scaled : reference[half];
-            const float factor = exp2_approx(reference[half] - now);
-            reference[half] = now;
-            sum[half] *= factor;
-            if (t == 0) factors[row + 8 * half] = factor;
-            offset[half] = WEIGHT_SHIFT - now;
-        }
-        uint8_t* const target = weights + row * TILE_KEYS * 2 + 4 * t;
-        const int row4 = row >> 1 & 3;
-#pragma unroll
-        for (int n = 0; n < TILE_KEYS / 8; ++n) {
-            float w[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) w[i] = exp2_approx(fmaf(s[n][i], SCORE_SCALE, offset[i / 2]));
-            sum[0] += w[0] + w[1];
-            sum[1] += w[2] + w[3];
-            uint8_t* const at = target + 16 * (n ^ row4);
-            *reinterpret_cast<uint32_t*>(at) = KV_QUANTIZED ? pack_half(w[0], w[1]) : pack_bf16(w[0], w[1]);
-            *reinterpret_cast<uint32_t*>(at + 8 * TILE_KEYS * 2) =
-                KV_QUANTIZED ? pack_half(w[2], w[3]) : pack_bf16(w[2], w[3]);
-        }
-    }
-
-    DEVICE void publish(float* references, float* sums) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = 16 * warp_index() + static_cast<int>(lane_id()) / 4 + 8 * half;
-            sum[half] += shfl_xor(sum[half], 1);
-            sum[half] += shfl_xor(sum[half], 2);
-            if (lane_id() % 4 == 0) references[row] = reference[half], sums[row] = sum[half];
-        }
-    }
 };
 
 // 64 rows by 64 dims of the sum of weighted values.
@@ -369,19 +252,6 @@ struct Mixer {
     }
 };
 
-// Within 1e-6 relative; the result is rounded to bf16.
-DEVICE float gate_of(float x) { return rcp_approx(1.0f + exp2_approx(-LOG2_E * x)); }
-
-DEVICE uint32_t gated(float a, float b, uint32_t gate) {
-    const uint32_t mixed = pack_bf16(a, b);
-    return pack_bf16(bf16_lo(mixed) * gate_of(bf16_lo(gate)), bf16_hi(mixed) * gate_of(bf16_hi(gate)));
-}
-
-// Element of a row of gates or outputs where a row of the tile's head group begins.
-DEVICE int64_t row_begin(int token, int stride, int head, int row) {
-    return static_cast<int64_t>(token) * stride + (head * RATIO + row % RATIO) * HEAD_DIM;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_prefill(const __grid_constant__ AttentionPrefillParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
@@ -420,6 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         cp_async_commit();
         Scorer scorer;
         scorer.load(p, head, tile);
+        TileSoftmax softmax;
+        softmax.clear();
         cp_async_wait<0>();
         k_request.finish<true>(shared + unit % 2 * PLANE_BYTES, raw, nought);
         __syncthreads();
@@ -457,8 +329,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (unit + 1 < end && turn == warp_index() / (WARPS / 2)) {
                     float s[TILE_KEYS / 8][4];
                     scorer.score(s, shared + next * PLANE_BYTES);
-                    scorer.weigh(s, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS, (unit + 1) * TILE_KEYS,
-                                 p.start, tile);
+                    softmax.weigh(s, {SCORE_SCALE, SCORE_SCALE}, weights + next * WEIGHT_BYTES, factors + next * TILE_ROWS,
+                                  (unit + 1) * TILE_KEYS, p.start, tile);
                 }
                 if (turn == 0 && AHEAD == 1) {
                     cp_async_wait<0>();
@@ -483,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
         float* const references = factors;
         float* const sums = factors + TILE_ROWS;
-        scorer.publish(references, sums);
+        softmax.publish(references, sums);
         __syncthreads();
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll

@@ -11,7 +11,7 @@ import ctypes
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
-from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, KvPlanes
+from ninfer_runtime.backends.cuda.ops.kv_cache import HEAD_DIM, SCALE_GROUP, KvPlanes
 
 _TILE_ROWS = 128
 _COMBINE_SPLIT = 4
@@ -67,10 +67,24 @@ class AttentionPrefillParams(ctypes.Structure):
 
 
 def _shared_bytes(geometry: AttentionGeometry) -> int:
-    """K and V tiles of 32 keys twice each in 16-bit words, probabilities twice, factors; coded bytes."""
+    """K and V tiles of 32 keys twice each in 16-bit words, probabilities twice, factors; coded bytes of FP6."""
     tile = 32 * HEAD_DIM * 2
-    raw = 2 * 32 * HEAD_DIM * {"bf16": 0, "int8": 8, "fp6": 6}[geometry.format] // 8
+    raw = 2 * 32 * HEAD_DIM * 6 // 8 if geometry.format == "fp6" else 0
     return 4 * tile + 2 * _TILE_ROWS * 32 * 2 + raw + 2 * _TILE_ROWS * _FLOAT
+
+
+def _int8_shared_bytes() -> int:
+    """K and V tiles of 32 keys three times each, codes and scales; weights and factors twice; per thread 24 bytes."""
+    tile = 32 * (HEAD_DIM + 2 * HEAD_DIM // SCALE_GROUP)
+    low_bytes = _TILE_ROWS * HEAD_DIM // 2
+    return 6 * tile + 2 * _TILE_ROWS * 32 * 2 + 2 * _TILE_ROWS * _FLOAT + low_bytes + 24 * 256 + 128
+
+
+def _attend_spec(geometry: AttentionGeometry, lowest: int) -> KernelSpec:
+    defines = (*geometry.defines, ("LOWEST", lowest)) if lowest else geometry.defines
+    if geometry.format == "int8":
+        return KernelSpec("attention_prefill_int8.cu", "attention_prefill_int8", defines, 256, _int8_shared_bytes())
+    return KernelSpec("attention_prefill.cu", "attention_prefill", defines, 256, _shared_bytes(geometry))
 
 
 def append_spec(geometry: AttentionGeometry) -> KernelSpec:
@@ -79,10 +93,9 @@ def append_spec(geometry: AttentionGeometry) -> KernelSpec:
 
 
 def _specs(geometry: AttentionGeometry, lowest: int) -> tuple[KernelSpec, KernelSpec, KernelSpec, KernelSpec]:
-    attend = (*geometry.defines, ("LOWEST", lowest)) if lowest else geometry.defines
     return (
         append_spec(geometry),
-        KernelSpec("attention_prefill.cu", "attention_prefill", attend, 256, _shared_bytes(geometry)),
+        _attend_spec(geometry, lowest),
         KernelSpec("attention_prefill.cu", "prefill_combine", geometry.defines),
         KernelSpec("attention_prefill.cu", "prefill_unrotate", geometry.defines),
     )
