@@ -16,6 +16,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
     workspace_bytes,
 )
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
+from tests.runtime.cuda.random_nvfp4 import random_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +31,7 @@ def device() -> Iterator[CudaDevice]:
     pairs = [PackedMatrix(name, name, 32, 128, interleaved=True) for name in FORMATS]
     wanted = [spec for epilogue in (Epilogue.STORE, Epilogue.RESIDUAL) for m in plain for spec in specs([m], epilogue)]
     wanted += [spec for m in pairs for spec in specs([m], Epilogue.SWIGLU)]
-    card.prepare([*wanted, *specs([plain[-1]] * 2, Epilogue.STORE)])
+    card.prepare([*wanted, *specs([PackedMatrix("small", "BF16", 32, 128)] * 2, Epilogue.STORE)])
     yield card
     card.close()
 
@@ -48,7 +49,11 @@ class Product:
     def __init__(self, rng: np.random.Generator, name: str, n_rows: int, k: int, *, glu: bool = False) -> None:
         matrix = PackedMatrix(name, name, n_rows, k, interleaved=glu)
         tile = matrix.tile
-        if tile.group:
+        if tile.floating:
+            matrix, codes, scale_words, values = random_nvfp4(rng, matrix)
+            packed = pack_matrix(matrix, codes, scale_words)
+            self.operand = torch.from_numpy(values).cuda()
+        elif tile.group:
             top = 1 << (tile.bits - 1)
             codes = rng.integers(-top, top, (n_rows, k))
             steps = rng.uniform(0.2, 2.0, (n_rows, -(-k // tile.group))) / (top * k**0.5)
@@ -58,9 +63,9 @@ class Product:
             code = torch.from_numpy(codes).cuda().double()
             self.operand = (code * scale.bfloat16().double()).bfloat16().double()
         else:
-            values = torch.from_numpy(rng.standard_normal((n_rows, k)) / k**0.5).bfloat16()
-            packed = pack_matrix(matrix, values.view(torch.int16).numpy().view(np.uint16), None)
-            self.operand = values.cuda().double()
+            rounded = torch.from_numpy(rng.standard_normal((n_rows, k)) / k**0.5).bfloat16()
+            packed = pack_matrix(matrix, rounded.view(torch.int16).numpy().view(np.uint16), None)
+            self.operand = rounded.cuda().double()
         self.bytes = torch.from_numpy(packed).cuda()
         self.matrix = matrix.at(self.bytes.data_ptr())
 

@@ -20,6 +20,7 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
     workspace_bytes,
 )
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
+from tests.runtime.cuda.random_nvfp4 import random_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,9 @@ class Bench:
         if not tile.group:
             words = bf16_words(rng.standard_normal((n_rows, K)) / np.sqrt(K))
             return Weight(matrix.at(self.put(pack_matrix(matrix, words, None))), from_words(words))
+        if tile.floating:
+            matrix, codes, scale_words, values = random_nvfp4(rng, matrix)
+            return Weight(matrix.at(self.put(pack_matrix(matrix, codes, scale_words))), values)
         top = 1 << (tile.bits - 1)
         codes = rng.integers(-top, top, (n_rows, K))
         scales = (rng.uniform(0.2, 2.0, (n_rows, -(-K // tile.group))) / (top * np.sqrt(K))).astype(np.float16)
@@ -135,11 +139,12 @@ def test_matrices_of_all_formats_in_launches_of_two(bench: Bench, n_rows: int, n
 
 
 @pytest.mark.parametrize("n_columns", COLUMNS)
-def test_swiglu_and_residual_epilogues(bench: Bench, n_columns: int, fresh_seed: int) -> None:
+@pytest.mark.parametrize("formats", [("Q4G64_F16S", "Q5G64_F16S"), ("NVFP4", "NVFP4"), ("W8G32_F16S", "BF16")])
+def test_swiglu_and_residual_epilogues(bench: Bench, formats: tuple[str, str], n_columns: int, fresh_seed: int) -> None:
     rng = np.random.default_rng(fresh_seed)
     x_pointer, x = bench.activations(rng, n_columns)
     width = 5000
-    weight = bench.weight(rng, "Q4G64_F16S", 2 * width, interleaved=True)
+    weight = bench.weight(rng, formats[0], 2 * width, interleaved=True)
     out = bench.poisoned(n_columns * width * 2)
     bench.op([weight], "swiglu", n_columns).launch(bench.stream, n_columns, x_pointer, None, [Output(out)])
     found = from_words(bench.get(out, np.uint16, (n_columns, width)).astype(np.uint16))
@@ -149,7 +154,7 @@ def test_swiglu_and_residual_epilogues(bench: Bench, n_columns: int, fresh_seed:
     assert np.all(np.abs(found - expected) <= error + 2.0**-8 * np.abs(expected))
 
     hidden = 2560
-    weight = bench.weight(rng, "Q5G64_F16S", hidden)
+    weight = bench.weight(rng, formats[1], hidden)
     before = rng.standard_normal((n_columns, hidden)).astype(np.float32)
     norm = bf16_words(rng.standard_normal(hidden))
     op = bench.op([weight], "residual", n_columns)

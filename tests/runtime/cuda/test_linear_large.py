@@ -1,14 +1,13 @@
 """linear_large.cu under the emulator: formats and epilogues against float64, on the weights that the kernel makes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from ninfer_format.errors import SignatureError
-from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN, MAX_SCALE
 from ninfer_runtime.backends.cuda.ops.linear_large import (
     Epilogue,
     LinearLarge,
@@ -21,6 +20,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
 )
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
 from tests.emulator.device import EmulatedDevice
+from tests.runtime.cuda.random_nvfp4 import random_nvfp4
 
 Floats = npt.NDArray[np.float64]
 FORMATS = tuple(TILE_FORMATS)
@@ -58,12 +58,8 @@ def random_weight(
         operand = to_bf16(rng.standard_normal((n_rows, k)) / np.sqrt(k))
         return Weight(matrix.at(device.put(pack_matrix(matrix, bf16_words(operand), None))), operand)
     if tile.floating:
-        codes = rng.integers(0, 16, (n_rows, k))
-        scale_words = rng.integers(0, MAX_SCALE + 1, (n_rows, -(-k // 16)), np.uint8)
-        matrix = replace(matrix, divisor=float(np.float32(rng.uniform(50, 5000) * np.sqrt(k))))
-        scale = np.repeat(E4M3FN[scale_words].astype(np.float64), 16, axis=1)[:, :k]
-        packed = pack_matrix(matrix, codes, scale_words)
-        return Weight(matrix.at(device.put(packed)), E2M1[codes] * scale / matrix.divisor)
+        matrix, codes, scale_words, values = random_nvfp4(rng, matrix)
+        return Weight(matrix.at(device.put(pack_matrix(matrix, codes, scale_words))), values)
     top = 1 << (tile.bits - 1)
     codes = rng.integers(-top, top, (n_rows, k))
     scales = (rng.uniform(0.2, 2.0, (n_rows, -(-k // tile.group))) / (top * np.sqrt(k))).astype(np.float16)

@@ -1,7 +1,7 @@
 """linear_small.cu under the emulator: every format, epilogue and split against float64 on the dequantized weights."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import tuning_rows
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
 from tests.emulator.device import EmulatedDevice
+from tests.runtime.cuda.random_nvfp4 import random_nvfp4
 
 Floats = npt.NDArray[np.float64]
 FORMATS = tuple(TILE_FORMATS)
@@ -66,13 +67,8 @@ class Bench:
             words = bf16_words(self.rng.standard_normal((n_rows, k)) / np.sqrt(k))
             return Weight(matrix.at(self.device.put(pack_matrix(matrix, words, None))), from_words(words))
         if tile.floating:
-            codes = self.rng.integers(0, 16, (n_rows, k))
-            scale_words = self.rng.integers(0, MAX_SCALE + 1, (n_rows, -(-k // 16)), np.uint8)
-            divisor = float(np.float32(self.rng.uniform(50, 5000) * np.sqrt(k)))
-            matrix = replace(matrix, divisor=divisor)
-            scale = np.repeat(E4M3FN[scale_words].astype(np.float64), 16, axis=1)[:, :k]
-            packed = self.device.put(pack_matrix(matrix, codes, scale_words))
-            return Weight(matrix.at(packed), E2M1[codes].astype(np.float64) * scale / divisor)
+            matrix, codes, scale_words, values = random_nvfp4(self.rng, matrix)
+            return Weight(matrix.at(self.device.put(pack_matrix(matrix, codes, scale_words))), values)
         top = 1 << (tile.bits - 1)
         codes = self.rng.integers(-top, top, (n_rows, k))
         scales = (self.rng.uniform(0.2, 2.0, (n_rows, -(-k // tile.group))) / (top * np.sqrt(k))).astype(np.float16)
