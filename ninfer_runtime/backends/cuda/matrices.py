@@ -7,18 +7,32 @@ rows that are normed already. Prompt chunks no longer than a round use the small
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offsets, output_widths
 from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
-from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge
+from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall
+from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm
+from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
+from ninfer_runtime.backends.cuda.prompt_products import (
+    FORMS,
+    PromptProduct,
+    Quantizing,
+    fuses_quantization,
+    quantizing_specs,
+    specs,
+)
 from ninfer_runtime.backends.cuda.ring import DOWN, GATE_UP, RESIDENT, NetworkUse
 from ninfer_runtime.backends.cuda.weights import InputMatrices, LayerTensors, MlpTensors, MoeTensors
+
+Half = Literal["mixer", "ffn"]
+"""Of a decoder block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,32 +176,47 @@ class SmallMatrices:
 class MlpLarge:
     """A dense feed-forward network in prompt chunks."""
 
-    gate_up: LinearLarge
-    down: LinearLarge
+    gate_up: PromptProduct
+    down: PromptProduct
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLarge:
     """A layer's launches in prompt chunks."""
 
-    inputs: LinearLarge
-    output: LinearLarge
+    inputs: PromptProduct
+    output: PromptProduct
     ffn: MlpLarge | None
 
 
 class LargeMatrices:
-    """Large forms of every launch."""
+    """Large forms of every launch, and what quantizes their rows."""
 
-    def __init__(self, device: Device, regions: Regions, max_tokens: int, head_rows: int) -> None:
-        workspace = regions.linear_large_workspace
+    def __init__(self, device: Device, regions: Regions, eps: float, max_tokens: int, head_rows: int) -> None:
+        workspace, prompts = regions.linear_large_workspace, regions.fp4_prompts
 
-        def large(matrices: tuple[PackedMatrix, ...], epilogue: Epilogue, n: int = max_tokens) -> LinearLarge:
-            return LinearLarge(device, matrices, epilogue, max_tokens=n, workspace=workspace)
+        def large(
+            matrices: tuple[PackedMatrix, ...],
+            epilogue: Epilogue,
+            n: int = max_tokens,
+            out_divisor: float | None = None,
+        ) -> PromptProduct:
+            return PromptProduct(
+                device,
+                matrices,
+                epilogue,
+                max_tokens=n,
+                workspace=workspace,
+                prompts=prompts,
+                out_divisor=out_divisor,
+            )
 
         def ffn(of: MlpTensors | MoeTensors) -> MlpLarge | None:
             if isinstance(of, MoeTensors):
                 return None
-            return MlpLarge(large((of.gate_up,), Epilogue.SWIGLU), large((of.down,), Epilogue.RESIDUAL))
+            out_divisor = fuses_quantization(of.gate_up, of.down, prompts)
+            gate_up = large((of.gate_up,), Epilogue.SWIGLU, out_divisor=out_divisor)
+            return MlpLarge(gate_up, large((of.down,), Epilogue.RESIDUAL))
 
         self.layers = [
             LayerLarge(
@@ -197,6 +226,7 @@ class LargeMatrices:
             )
             for layer in regions.weights.blocks
         ]
+        self.quantizing = Quantizing(device, regions.weights, eps, prompts)
         draft = regions.weights.draft
         self.input_projection = None if draft is None else large((draft.input_projection,), Epilogue.RESIDUAL)
         self.head = large((regions.weights.head,), Epilogue.STORE, head_rows)
@@ -205,15 +235,19 @@ class LargeMatrices:
 def large_specs(regions: Regions) -> list[KernelSpec]:
     """Every variant that ``LargeMatrices`` may launch, once."""
     out: dict[KernelSpec, None] = {}
+    prompts = regions.fp4_prompts
     for layer in regions.weights.blocks:
         launches = [(layer.mixer.inputs.matrices, Epilogue.STORE), ((layer.mixer.output,), Epilogue.RESIDUAL)]
         if isinstance(layer.ffn, MlpTensors):
-            launches += [((layer.ffn.gate_up,), Epilogue.SWIGLU), ((layer.ffn.down,), Epilogue.RESIDUAL)]
+            out_divisor = fuses_quantization(layer.ffn.gate_up, layer.ffn.down, prompts)
+            out.update(dict.fromkeys(specs((layer.ffn.gate_up,), Epilogue.SWIGLU, prompts, out_divisor)))
+            launches.append(((layer.ffn.down,), Epilogue.RESIDUAL))
         for matrices, epilogue in launches:
-            out.update(dict.fromkeys(linear_large.specs(matrices, epilogue)))
-    out.update(dict.fromkeys(linear_large.specs((regions.weights.head,), Epilogue.STORE)))
+            out.update(dict.fromkeys(specs(matrices, epilogue, prompts)))
+    out.update(dict.fromkeys(specs((regions.weights.head,), Epilogue.STORE, prompts)))
     if (draft := regions.weights.draft) is not None:
-        out.update(dict.fromkeys(linear_large.specs((draft.input_projection,), Epilogue.RESIDUAL)))
+        out.update(dict.fromkeys(specs((draft.input_projection,), Epilogue.RESIDUAL, prompts)))
+    out.update(dict.fromkeys(quantizing_specs(regions.weights, prompts)))
     return list(out)
 
 
@@ -232,6 +266,17 @@ class PromptMatrices:
         self._small, self._large, self._max_columns = small, large, max_columns
         self._activations: Activations = replace(regions.activations, x=regions.activations.x if x is None else x)
         self._layers: tuple[LayerTensors, ...] = regions.weights.blocks
+        self._quantized, self._in_place = regions.quantized, FORMS[regions.fp4_prompts] is QuantizedForm.BF16
+
+    def norm(self, stream: Stream, layer: int, half: Half, n_tokens: int, plain: RmsNorm, weight: int) -> None:
+        """``x`` → ``normed`` in front of a half of a layer, and to quantized rows where its matrices take those."""
+        a, of = self._activations, self._large.layers[layer]
+        first = of.inputs if half == "mixer" else of.ffn.gate_up if isinstance(of.ffn, MlpLarge) else None
+        if n_tokens <= self._max_columns or first is None or first.divisor is None:
+            plain.launch(stream, n_tokens, a.x, weight, a.normed)
+            return
+        normed = a.normed if first.takes_plain else 0
+        self._large.quantizing.norm(stream, n_tokens, a.x, weight, first.divisor, self._quantized, normed)
 
     def inputs(self, stream: Stream, layer: int, n_tokens: int) -> None:
         """``normed`` → ``inputs``."""
@@ -245,8 +290,7 @@ class PromptMatrices:
             linear_large.Output(a.inputs + offset, "fp32" if is_float else "bf16")
             for offset, (_, is_float) in zip(offsets[:-1], widths, strict=True)
         ]
-        stride = activation_stride(of.matrices[0].k)
-        self._large.layers[layer].inputs.launch(stream, n_tokens, a.normed, stride, wide)
+        self._large.layers[layer].inputs.launch(stream, n_tokens, a.normed, self._quantized, wide)
 
     def output(self, stream: Stream, layer: int, n_tokens: int) -> None:
         """``x`` += output · ``mixed``."""
@@ -263,12 +307,12 @@ class PromptMatrices:
             self._experts(stream, small.experts, n_tokens)
             return
         assert large is not None
-        gate_up, down = small.gate_up.matrices[0], small.down.matrices[0]
-        wide = (linear_large.Output(a.ffn, stride=activation_stride(down.k)),)
+        wide = (linear_large.Output(a.ffn, stride=large.gate_up.out_stride(small.down.matrices[0].k)),)
         with small.use.half(stream, GATE_UP) as pdl:
-            large.gate_up.launch(stream, n_tokens, a.normed, activation_stride(gate_up.k), wide, pdl=pdl)
+            large.gate_up.launch(stream, n_tokens, a.normed, self._quantized, wide, pdl=pdl)
         with small.use.half(stream, DOWN) as pdl:
-            self._add(stream, small.down, large.down, a.ffn, n_tokens, pdl=pdl)
+            is_quantized = large.gate_up.quantizes
+            self._add(stream, small.down, large.down, a.ffn, n_tokens, is_quantized=is_quantized, pdl=pdl)
 
     def _experts(self, stream: Stream, experts: MoeSmall, n_tokens: int) -> None:
         """As many columns at a time as a round has."""
@@ -290,19 +334,30 @@ class PromptMatrices:
             outputs = (linear_small.Output(a.logits, is_float=True, stride=logits_stride),)
             self._small.head.launch(stream, n_rows, normed, None, outputs)
             return
-        stride = activation_stride(self._small.head.matrices[0].k)
         wide = (linear_large.Output(a.logits, "fp32", logits_stride),)
-        self._large.head.launch(stream, n_rows, normed, stride, wide)
+        self._large.head.launch(stream, n_rows, normed, 0, wide)
 
     def _add(
-        self, stream: Stream, small: LinearSmall, large: LinearLarge, of: int, n_tokens: int, *, pdl: bool = True
+        self,
+        stream: Stream,
+        small: LinearSmall,
+        large: PromptProduct,
+        of: int,
+        n_tokens: int,
+        *,
+        is_quantized: bool = False,
+        pdl: bool = True,
     ) -> None:
         a, matrix = self._activations, small.matrices[0]
         if n_tokens <= self._max_columns:
             small.launch(stream, n_tokens, of, residual=Residual(a.x, a.ss))
             return
         wide = (linear_large.Output(a.x, "fp32", matrix.n_outputs),)
-        large.launch(stream, n_tokens, of, activation_stride(matrix.k), wide, pdl=pdl)
+        quantized = of
+        if large.divisor is not None and not is_quantized:
+            quantized = of if self._in_place else self._quantized
+            self._large.quantizing.rows(stream, n_tokens, of, matrix.k, large.divisor, quantized, pdl=pdl)
+        large.launch(stream, n_tokens, of, quantized, wide, pdl=pdl)
 
 
 def input_outputs(of: InputMatrices, base: int, n_tokens: int) -> tuple[linear_small.Output, ...]:

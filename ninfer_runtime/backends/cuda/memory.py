@@ -12,6 +12,7 @@ from ninfer_runtime.backends.checks import check_proposer, require
 from ninfer_runtime.backends.cuda.arena import ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, check_columns, lay_out_drafts, rows_at_once
+from ninfer_runtime.backends.cuda.matrix_paths import Fp4Prompts
 from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
     attention_prefill,
@@ -27,6 +28,7 @@ from ninfer_runtime.backends.cuda.ops.round_begin import CountsMemory
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundLayout, RoundMemory
 from ninfer_runtime.backends.cuda.ops.sampling import SamplerMemory, SamplerShape
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, activation_stride
+from ninfer_runtime.backends.cuda.prompt_products import fp4_prompts, quantized_row_bytes
 from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, MoeTensors, plan_weights
 from ninfer_runtime.models.binder import BoundModel
 
@@ -47,7 +49,7 @@ class Activations:
     ss       float32 [parts][T], parts of the sums of x²
     inputs   what the mixer's input matrices give: bf16 (a, b: float32) [T][rows], one after the other
     mixed    bf16 [T][stride], what the mixer's output matrix takes
-    ffn      bf16 [T][stride of the ffn width]
+    ffn      bf16 [T][stride of the ffn width], or quantized rows
     logits   float32 [rows][stride]
     """
 
@@ -100,6 +102,8 @@ class Regions:
     attention_prefill_workspace: int
     gdn_prefill_workspace: int
     draft: DraftRegions | None
+    fp4_prompts: Fp4Prompts
+    quantized: int
     linear_large_workspace: int
     linear_small_workspace: linear_small.Workspace
     work_begin: int
@@ -162,7 +166,7 @@ def lay_out(
     weights = plan_weights(
         model, taker, drafts=drafts, draft_head=options.draft_head, residency=options.residency, host=host
     )
-    states = GdnStateLayout(gdn)
+    states, prompts = GdnStateLayout(gdn), fp4_prompts(options.nvfp4_activations, device.arch)
     kv = KvLayout(len(spec.attention_layers) + drafts, text.n_kv_heads, limits.n_pages, kv_storage)
     chunk = prompt_tokens(limits)
     n_tokens = max(chunk, round_columns(limits))
@@ -229,6 +233,8 @@ def lay_out(
         draft=None
         if weights.draft is None
         else lay_out_drafts(taker, limits, text.hidden, n_tokens, shape, weights.draft.head, ratio=ratio),
+        fp4_prompts=prompts,
+        quantized=take("workspace/quantized", n_tokens * quantized_row_bytes(weights, prompts)),
         linear_large_workspace=take("workspace/linear_large", linear_large.workspace_bytes(device)),
         linear_small_workspace=linear_small.Workspace(
             taker, linear_small.workspace_bytes(device, round_columns(limits))

@@ -103,7 +103,7 @@ class CudaProgram:
         if self.ring is not None:
             self.ring.fill()
         self._small.prepare()
-        large = matrices.LargeMatrices(device, r, max(prompt_tokens(limits), columns), head_rows(limits))
+        large = matrices.LargeMatrices(device, r, spec.norm_eps, max(prompt_tokens(limits), columns), head_rows(limits))
         linear_large.clear_workspace(device, r.linear_large_workspace)
         small, prompt = self._small, matrices.PromptMatrices(r, self._small, large, columns)
         drafts = self._drafting = None
@@ -138,7 +138,7 @@ class CudaProgram:
         return (
             ("device", f"{d.name}, {d.arch}, {d.n_sms} SMs"),
             ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
-            ("matrices", matrix_paths(self._regions.weights.matrices)),
+            ("matrices", matrix_paths(self._regions.weights.matrices, self._regions.fp4_prompts)),
             *residency_notes(self.model, self._regions, self.plan),
             *self._graphs.notes,
         )

@@ -84,7 +84,7 @@ class PromptPass:
         """One decoder block: ``x`` in place."""
         r, a = self._regions, self._regions.activations
         tensors = r.weights.layers[layer]
-        self._norm.launch(stream, n_tokens, a.x, tensors.input_norm.pointer, a.normed)
+        self._matrices.norm(stream, layer, "mixer", n_tokens, self._norm, tensors.input_norm.pointer)
         self._matrices.inputs(stream, layer, n_tokens)
         if isinstance(tensors.mixer, GdnTensors):
             self._gdn.launch(
@@ -101,7 +101,7 @@ class PromptPass:
         else:
             self._attend(stream, tensors.mixer, self._ordinals[layer], start, n_tokens)
         self._matrices.output(stream, layer, n_tokens)
-        self._norm.launch(stream, n_tokens, a.x, tensors.post_attention_norm.pointer, a.normed)
+        self._matrices.norm(stream, layer, "ffn", n_tokens, self._norm, tensors.post_attention_norm.pointer)
         self._matrices.ffn(stream, layer, n_tokens)
 
     def logits(self, stream: Stream, tokens: Sequence[int]) -> None:

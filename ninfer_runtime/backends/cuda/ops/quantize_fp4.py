@@ -77,8 +77,8 @@ class QuantizeFp4:
         self._steps = activation_stride(k) // _STEP
         self._row_bytes = row_bytes(k, form)
 
-    def launch(self, stream: Stream, n_rows: int, x: int, divisor: float, out: int) -> None:
+    def launch(self, stream: Stream, n_rows: int, x: int, divisor: float, out: int, *, pdl: bool = True) -> None:
         """``out`` [T][row_bytes], 16-byte aligned; in the bf16 form it may be ``x``."""
         blocks = -(-n_rows * self._steps // (_THREADS // 32))
         params = QuantizeFp4Params(x, out, self._row_bytes, divisor, n_rows)
-        self._kernel.launch((blocks, 1, 1), params, stream)
+        self._kernel.launch((blocks, 1, 1), params, stream, pdl=pdl)
