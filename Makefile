@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(PYTHON)
 GPU_IDENTITY ?= qwen3.6-27b/groupwise-int
 GPU_ARTIFACT ?= build/synthetic.ninfer
 # Whole programs are left out of the sanitizer's runs: their kernels are those of the other files.
-SANITIZED ?= $(filter-out %/test_program.py %/test_prefix.py %/test_speculation.py,$(wildcard tests/gpu/test_*.py))
+SANITIZED ?= $(filter-out %/test_program.py %/test_recipes.py %/test_prefix.py %/test_speculation.py,$(wildcard tests/gpu/test_*.py))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
