@@ -255,27 +255,23 @@ class MoePrefill:
             device.kernel(_group_spec(name, tensors)) for name in ("moe_route", "moe_group", "moe_reduce")
         )
         self._router = large(tensors.router, Epilogue.STORE)
-        self._gate_up = Grouped(device, tensors.routed_gate_up, memory, pairs, columns)
-        self._down = Grouped(device, tensors.routed_down, memory, pairs, columns)
+        self.gate_up = Grouped(device, tensors.routed_gate_up, memory, pairs, columns)
+        self.down = Grouped(device, tensors.routed_down, memory, pairs, columns)
         self._shared_gate_up = large(tensors.shared.gate_up, Epilogue.SWIGLU)
         self._shared_down = large(tensors.shared.down, Epilogue.STORE)
 
     def launch(self, stream: Stream, n_tokens: int, normed: int, x: int) -> None:
         """Queue ``x`` += experts of ``normed``: float32 [T][hidden], bf16 [T][activation_stride(hidden)]."""
-        m = self._memory
-        stride = activation_stride(self._tensors.router.k)
-        self._router.launch(stream, n_tokens, normed, stride, (Output(m.logits, "fp32"),))
+        self.router(stream, n_tokens, normed)
         self.route(stream, n_tokens)
         self.experts(stream, normed)
-        self._shared_gate_up.launch(
-            stream, n_tokens, normed, stride, (Output(m.shared_inner, stride=self._shared_stride),)
-        )
-        self._shared_down.launch(stream, n_tokens, m.shared_inner, self._shared_stride, (Output(m.shared),))
+        self.shared(stream, n_tokens, normed)
         self.reduce(stream, n_tokens, x)
 
-    @property
-    def _shared_stride(self) -> int:
-        return activation_stride(self._tensors.shared.down.k)
+    def router(self, stream: Stream, n_tokens: int, normed: int) -> None:
+        """``normed`` → ``logits``."""
+        stride = activation_stride(self._tensors.router.k)
+        self._router.launch(stream, n_tokens, normed, stride, (Output(self._memory.logits, "fp32"),))
 
     def route(self, stream: Stream, n_tokens: int) -> None:
         """Logits → what goes where."""
@@ -293,8 +289,15 @@ class MoePrefill:
         """``normed`` → ``inner`` → ``routed``."""
         m, t = self._memory, self._tensors
         inner = activation_stride(t.routed_down.k)
-        self._gate_up.launch(stream, normed, activation_stride(t.routed_gate_up.k), m.inner, inner)
-        self._down.launch(stream, m.inner, inner, m.routed, t.routed_down.n_outputs)
+        self.gate_up.launch(stream, normed, activation_stride(t.routed_gate_up.k), m.inner, inner)
+        self.down.launch(stream, m.inner, inner, m.routed, t.routed_down.n_outputs)
+
+    def shared(self, stream: Stream, n_tokens: int, normed: int) -> None:
+        """``normed`` → ``shared_inner`` → ``shared``."""
+        m, shared = self._memory, self._tensors.shared
+        stride, inner = activation_stride(shared.gate_up.k), activation_stride(shared.down.k)
+        self._shared_gate_up.launch(stream, n_tokens, normed, stride, (Output(m.shared_inner, stride=inner),))
+        self._shared_down.launch(stream, n_tokens, m.shared_inner, inner, (Output(m.shared),))
 
     def reduce(self, stream: Stream, n_tokens: int, x: int) -> None:
         """``x`` += shares · ``routed`` + shared share · ``shared``."""
