@@ -45,9 +45,8 @@ def device() -> Iterator[CudaDevice]:
 class Bank:
     """``EXPERTS`` matrices, each one of ``PATTERNS``."""
 
-    def __init__(
-        self, rng: np.random.Generator, name: str, n_rows: int, k: int, which: np.ndarray, *, glu: bool
-    ) -> None:
+    def __init__(self, rng: np.random.Generator, name: str, shape: tuple[int, int], which: Ints, *, glu: bool) -> None:
+        n_rows, k = shape
         parts = [Product(rng, name, n_rows, k, glu=glu) for _ in range(PATTERNS)]
         first = parts[0].matrix
         self.bytes = torch.stack([part.bytes for part in parts])[torch.from_numpy(which).cuda()].contiguous()
