@@ -13,9 +13,10 @@ from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.memory import Activations, Regions, input_offsets, output_widths
-from ninfer_runtime.backends.cuda.ops import linear_large, linear_small
+from ninfer_runtime.backends.cuda.ops import linear_large, linear_small, moe_prefill
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
+from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall
 from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm
 from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
@@ -186,7 +187,7 @@ class LayerLarge:
 
     inputs: PromptProduct
     output: PromptProduct
-    ffn: MlpLarge | None
+    ffn: MlpLarge | MoePrefill
 
 
 class LargeMatrices:
@@ -211,9 +212,10 @@ class LargeMatrices:
                 out_divisor=out_divisor,
             )
 
-        def ffn(of: MlpTensors | MoeTensors) -> MlpLarge | None:
+        def ffn(of: MlpTensors | MoeTensors) -> MlpLarge | MoePrefill:
             if isinstance(of, MoeTensors):
-                return None
+                assert regions.prompt_experts is not None
+                return MoePrefill(device, of, regions.prompt_experts, max_tokens=max_tokens, workspace=workspace)
             out_divisor = fuses_quantization(of.gate_up, of.down, prompts)
             gate_up = large((of.gate_up,), Epilogue.SWIGLU, out_divisor=out_divisor)
             return MlpLarge(gate_up, large((of.down,), Epilogue.RESIDUAL))
@@ -242,6 +244,8 @@ def large_specs(regions: Regions) -> list[KernelSpec]:
             out_divisor = fuses_quantization(layer.ffn.gate_up, layer.ffn.down, prompts)
             out.update(dict.fromkeys(specs((layer.ffn.gate_up,), Epilogue.SWIGLU, prompts, out_divisor)))
             launches.append(((layer.ffn.down,), Epilogue.RESIDUAL))
+        else:
+            out.update(dict.fromkeys(moe_prefill.specs(layer.ffn)))
         for matrices, epilogue in launches:
             out.update(dict.fromkeys(specs(matrices, epilogue, prompts)))
     out.update(dict.fromkeys(specs((regions.weights.head,), Epilogue.STORE, prompts)))
@@ -303,23 +307,16 @@ class PromptMatrices:
         if n_tokens <= self._max_columns:
             small.launch(stream, n_tokens, a, None, Residual(a.x, a.ss))
             return
-        if isinstance(small, MoeRound):
-            self._experts(stream, small.experts, n_tokens)
+        if isinstance(large, MoePrefill):
+            large.launch(stream, n_tokens, a.normed, a.x)
             return
-        assert large is not None
+        assert isinstance(small, MlpSmall)
         wide = (linear_large.Output(a.ffn, stride=large.gate_up.out_stride(small.down.matrices[0].k)),)
         with small.use.half(stream, GATE_UP) as pdl:
             large.gate_up.launch(stream, n_tokens, a.normed, self._quantized, wide, pdl=pdl)
         with small.use.half(stream, DOWN) as pdl:
             is_quantized = large.gate_up.quantizes
             self._add(stream, small.down, large.down, a.ffn, n_tokens, is_quantized=is_quantized, pdl=pdl)
-
-    def _experts(self, stream: Stream, experts: MoeSmall, n_tokens: int) -> None:
-        """As many columns at a time as a round has."""
-        a, hidden = self._activations, experts.tensors.routed_down.n_outputs
-        for first in range(0, n_tokens, self._max_columns):
-            n, normed = min(self._max_columns, n_tokens - first), a.normed + 2 * first * activation_stride(hidden)
-            experts.launch(stream, n, normed, None, Residual(a.x + 4 * first * hidden, a.ss))
 
     def project(self, stream: Stream, n_tokens: int, columns: int) -> None:
         """``x`` += input projection · ``columns``, of the draft layer."""

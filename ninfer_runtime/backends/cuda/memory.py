@@ -23,6 +23,7 @@ from ninfer_runtime.backends.cuda.ops import (
 from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry, attention_geometry
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnGeometry, GdnStateLayout, gdn_geometry
 from ninfer_runtime.backends.cuda.ops.kv_cache import KvLayout, kv_format
+from ninfer_runtime.backends.cuda.ops.moe_prefill import PromptExperts
 from ninfer_runtime.backends.cuda.ops.moe_round import RoundExperts
 from ninfer_runtime.backends.cuda.ops.round_begin import CountsMemory
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundLayout, RoundMemory
@@ -90,6 +91,7 @@ class Regions:
     rope: int
     activations: Activations
     experts: RoundExperts | None
+    prompt_experts: PromptExperts | None
     prompt: PromptInputs
     round_memory: RoundMemory
     prompt_memory: RoundMemory
@@ -216,6 +218,7 @@ def lay_out(
         experts=None
         if experts is None
         else RoundExperts.take(taker, experts, round_columns(limits), len(weights.blocks)),
+        prompt_experts=None if experts is None else PromptExperts.take(taker, experts, n_tokens),
         prompt=prompt,
         round_memory=RoundMemory.take(taker, "workspace/round", layout),
         prompt_memory=RoundMemory.take(taker, "workspace/prompt", prompt_layout),
