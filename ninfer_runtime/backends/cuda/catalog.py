@@ -13,6 +13,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+from ninfer_format.directory import TensorEntry
 from ninfer_runtime.backends.base import ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
@@ -31,7 +32,7 @@ from ninfer_runtime.backends.cuda.resources import (
     resources_of,
 )
 from ninfer_runtime.backends.cuda.sass import Loop, main_loop
-from ninfer_runtime.config import Acceptance, KvDtype
+from ninfer_runtime.config import Acceptance, KvDtype, Nvfp4Activations
 from ninfer_runtime.models.binder import BoundModel
 
 KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
@@ -42,6 +43,8 @@ KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
     ("bf16", False),
 )
 """Formats of keys and values, with and without the rotation in front of them."""
+NVFP4_ACTIVATIONS: tuple[Nvfp4Activations, ...] = ("a4", "a16")
+"""What prompts may multiply NVFP4 matrices by, whatever a card's own choice is."""
 LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
 """Of the planned programs: every number of rows and columns a round can have."""
 DRAFTING = (replace(LIMITS, max_drafts=MAX_COLUMNS - 1), replace(LIMITS, max_rows=1, max_drafts=MAX_COLUMNS - 1))
@@ -68,6 +71,10 @@ def program_specs(
     return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
+def _has_nvfp4(model: BoundModel) -> bool:
+    return any(isinstance(entry, TensorEntry) and entry.format == "NVFP4" for entry in model.artifact.objects)
+
+
 @cache
 def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
     """Every variant of ``planned.MODELS`` on the cards of ``arch``, with the models that need it; () for measuring.
@@ -84,6 +91,10 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
                 acceptance: Acceptance = "equal" if limits.max_rows > 1 else "ratio"
                 options = replace(options, proposer="mtp", draft_head=True, acceptance=acceptance)
             for spec in program_specs(model, card.as_device(), limits, options):
+                users.setdefault(spec, []).append(name)
+        for card, activations in product(cards, NVFP4_ACTIVATIONS if _has_nvfp4(model) else ()):
+            options = ProgramOptions(kv_dtype="int8", nvfp4_activations=activations)
+            for spec in program_specs(model, card.as_device(), LIMITS, options):
                 users.setdefault(spec, []).append(name)
     for spec in probes.specs():
         users.setdefault(spec, [])
