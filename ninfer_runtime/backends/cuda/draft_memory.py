@@ -49,9 +49,14 @@ def rows_at_once(limits: ProgramLimits) -> int:
     return min(limits.max_rows, MOST_SMALL_COLUMNS // (limits.max_columns + 1))
 
 
+def most_drafts(attention: AttentionGeometry) -> int:
+    """Of a row: the layer reads one column more than the round that verifies them has."""
+    return attention_decode.most_columns(attention) - 2
+
+
 def check_columns(limits: ProgramLimits, attention: AttentionGeometry) -> None:
     """UnsupportedError for more columns of a row than the layer's attention can read."""
-    most = attention_decode.most_columns(attention) - 2
+    most = most_drafts(attention)
     if limits.max_columns - 1 > most:
         raise UnsupportedError(
             f"{limits.max_columns - 1} drafts: with {attention.ratio} query heads to a KV head the cuda backend makes "

@@ -25,7 +25,7 @@ _ONE = struct.pack("<f", 1.0)
 DRIVER_BYTES = 512 << 20
 """Of a card's memory for the driver's context and the kernels' code: an allowance."""
 
-# The smallest model of the dense architecture; the tests' trained one has these sizes.
+# The smallest models of both architectures; the tests' trained ones have these sizes.
 _TINY_IDS = 604
 _TINY = {
     "model_type": "qwen3_5_text",
@@ -48,13 +48,29 @@ _TINY = {
     "tie_word_embeddings": False,
     "rope_parameters": {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000},
 }
-_LARGE = ("qwen3.6-27b/groupwise-int", "qwen3.8-27b/groupwise-int", "qwen3.6-27b/nvfp4", "qwen3.6-27b/w8")
+_TINY_MOE = {
+    **{key: value for key, value in _TINY.items() if key != "intermediate_size"},
+    "model_type": "qwen3_5_moe_text",
+    "linear_num_value_heads": 2,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+_LARGE = (
+    "qwen3.6-27b/groupwise-int",
+    "qwen3.8-27b/groupwise-int",
+    "qwen3.6-27b/nvfp4",
+    "qwen3.6-27b/w8",
+    "qwen3.6-35b-a3b/groupwise-int",
+)
 _TINY_RECIPES = ("groupwise-int", "w8", "bf16", "nvfp4")
-_TINY_PREFIX = "tiny/"
+_TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"tiny/": _TINY, "tiny-moe/": _TINY_MOE})
 _TWIN_RECIPE = "groupwise-int"
-MODELS = (*_LARGE, *(_TINY_PREFIX + name for name in _TINY_RECIPES))
-"""Names of the models whose kernels are compiled ahead: the dense identities, one of them in W8, and the tiny model in
-every recipe."""
+MODELS = (*_LARGE, *(prefix + recipe for prefix in _TINY_CONFIGS for recipe in _TINY_RECIPES))
+"""Names of the models whose kernels are compiled ahead: the identities, one of them in W8, and the tiny models in every
+recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +133,9 @@ def _resources(n_ids: int, config: bytes | None) -> Mapping[str, bytes]:
 def planned_model(name: str) -> BoundModel:
     """A published identity, one of ``MODELS``, or a published model in another recipe (text only), bound to an artifact
     that does not exist: shapes and formats, no values."""
-    if name.startswith(_TINY_PREFIX):
-        return _custom(name, _TINY, name.removeprefix(_TINY_PREFIX), _TINY_IDS)
+    for prefix, config in _TINY_CONFIGS.items():
+        if name.startswith(prefix):
+            return _custom(name, config, name.removeprefix(prefix), _TINY_IDS)
     identity = Identity.parse(name)
     if identity in PUBLISHED:
         return _bound(name, plan_inventory(name), _resources(TOKENIZER_IDS, None))

@@ -16,10 +16,10 @@ import pytest
 from ninfer_runtime.backends.base import MemoryPlan, ProgramOptions
 from ninfer_runtime.backends.cuda.catalog import (
     BUDGET_FILE,
-    DRAFTING,
     LIMITS,
     KernelRow,
     budget_of,
+    drafting_limits,
     kernel_rows,
     planned_specs,
     problems_of,
@@ -78,13 +78,20 @@ class Asking:
 
 
 @pytest.mark.parametrize(
-    "name, dtype", [("tiny/groupwise-int", "int8"), ("tiny/groupwise-int", "fp6"), ("tiny/bf16", "bf16")]
+    "name, dtype",
+    [
+        ("tiny/groupwise-int", "int8"),
+        ("tiny/groupwise-int", "fp6"),
+        ("tiny/bf16", "bf16"),
+        ("tiny-moe/groupwise-int", "int8"),
+    ],
 )
 def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype) -> None:
     model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
     drafting = replace(options, proposer="mtp", draft_head=True)
     by_ratio = replace(drafting, acceptance="ratio")
-    for limits, chosen in ((LIMITS, options), (DRAFTING[0], drafting), (DRAFTING[1], by_ratio)):
+    wide, narrow = drafting_limits(model)
+    for limits, chosen in ((LIMITS, options), (wide, drafting), (narrow, by_ratio)):
         plan = MemoryPlan(limits, chosen, *(1 << 36,) * 6)
         device: Any = Asking(card)
         with pytest.raises(Prepared) as prepared:
