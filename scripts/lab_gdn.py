@@ -1,12 +1,13 @@
-"""Time the Gated DeltaNet kernels of a 27B-sized model: python scripts/lab_gdn.py [decode] [prefill].
+"""Time the Gated DeltaNet kernels of a 27B-sized model: python scripts/lab_gdn.py [decode] [flush] [prefill].
 
 Rounds run as a graph of all 48 layers with programmatic edges, over the states of as many slots as rows (144 MB and
-more: cold in L2); prefill as a graph of 16 layers that share a workspace. Prints microseconds per layer, and the share
-of ``READ_GBPS`` that reading (and, with pending columns, writing) the states takes.
+more: cold in L2), once per variant of the kernel; prefill as a graph of 16 layers that share a workspace. Prints
+microseconds per layer, and the share of ``READ_GBPS`` that reading (and writing) states and records takes.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,37 @@ GEOMETRY = GdnGeometry(16, 48, 48)
 READ_GBPS = 4390.0
 REPEATS = 5
 PREFILL_LAYERS = 16
+ROWS = (1, 2, 4, 8)
+VARIANTS = {"no hint": (0, True), "loads": (1, True), "loads, stores": (2, True), "not ahead": (1, False)}
+"""``hints`` and ``fetches_ahead`` of ``GdnDecode``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows that evaluate ``columns`` behind ``pending`` ones, which are written back or not."""
+
+    columns: int
+    pending: int
+    keeps: bool = False
+
+    def n_bytes(self) -> int:
+        """Of one row and layer: state, keys, corrections, decays and windows."""
+        g = GEOMETRY
+        column = 2 * g.channels + 4 * (g.key_width + g.value_width + g.value_heads)
+        passes = 2 if self.pending and not self.keeps else 1
+        return passes * g.value_heads * 128 * 128 * 4 + (self.columns + self.pending) * column
+
+
+CASES = (
+    Case(0, 3),
+    Case(1, 0),
+    Case(1, 1),
+    Case(1, 3, True),
+    Case(1, 5, True),
+    Case(1, 6),
+    Case(4, 3),
+    Case(4, 3, True),
+)
 
 
 def microseconds(device: CudaDevice, stream: Stream, work: Callable[[], None], launches: int) -> float:
@@ -57,7 +89,10 @@ class Lab:
         self.device.fill(self.rig.records, 0, 8 * layout.record_bytes_per_slot, self.stream)
         self.inputs = self.rig.inputs(random_projections(GEOMETRY, 1024, generator))
         self.out = self.rig.poisoned(1024 * GEOMETRY.value_width * 2)
-        self.decode = GdnDecode(self.device, GEOMETRY)
+        self.decodes = {
+            name: GdnDecode(self.device, GEOMETRY, hints=hints, fetches_ahead=ahead)
+            for name, (hints, ahead) in VARIANTS.items()
+        }
         self.fold = GdnFold(self.device, GEOMETRY)
         self.prefill = GdnPrefill(self.device, GEOMETRY)
         self.workspace = self.device.allocate(workspace_bytes(GEOMETRY, 1024))
@@ -68,11 +103,11 @@ class Lab:
         share = f", {n_bytes / time / 1e3 / READ_GBPS:.0%} of the memory's rate" if n_bytes else ""
         print(f"{label}: {time:.2f} us{share}", flush=True)
 
-    def round(self, n_rows: int, n_columns: int, rows: int) -> None:
+    def round(self, decode: GdnDecode, n_rows: int, n_columns: int, rows: int) -> None:
         """All layers of a round."""
         for i in range(GEOMETRY.n_layers):
             state = self.rig.layout.layer(i, self.rig.states, self.rig.records)
-            self.decode.launch(
+            decode.launch(
                 self.stream, n_rows=n_rows, n_columns=n_columns, rows=rows, inputs=self.inputs,
                 weights=self.rig.weights, state=state, out=self.out,
             )  # fmt: skip
@@ -88,17 +123,25 @@ class Lab:
 
 
 def time_rounds(lab: Lab) -> None:
-    """Rounds of B rows and q columns, with and without pending columns, and the flush of all layers."""
+    """Every case at every number of rows: microseconds per layer and share of the rate, a column per variant."""
+    print("rows x columns, pending | " + " | ".join(VARIANTS))
+    for n_rows in ROWS:
+        for case in CASES:
+            rows = np.zeros(n_rows, ROW_STATE)
+            rows["slot"], rows["n_columns"], rows["fold_columns"] = np.arange(n_rows), case.columns, case.pending
+            rows["record_buffer"], rows["log_record"], rows["keeps_state"] = 1, case.pending, case.keeps
+            at, cells = lab.rig.put(rows), []
+            for decode in lab.decodes.values():
+                work = partial(lab.round, decode, n_rows, max(1, case.columns), at)
+                time = microseconds(lab.device, lab.stream, work, GEOMETRY.n_layers)
+                cells.append(f"{time:6.2f} us {n_rows * case.n_bytes() / time / 1e3 / READ_GBPS:4.0%}")
+            label = f"{n_rows} x {case.columns}, {case.pending} {'kept' if case.keeps else 'written'}"
+            print(f"{label:22} | " + " | ".join(cells), flush=True)
+
+
+def time_flushes(lab: Lab) -> None:
+    """Flushes of all layers of one and of eight slots."""
     head_bytes = GEOMETRY.value_heads * 128 * 128 * 4
-    for n_rows in (1, 2, 4, 8):
-        for n_columns in (1, 4, 6):
-            for fold in (0, n_columns):
-                rows = np.zeros(n_rows, ROW_STATE)
-                rows["slot"], rows["n_columns"], rows["fold_columns"] = np.arange(n_rows), n_columns, fold
-                rows["record_buffer"] = 1
-                work = partial(lab.round, n_rows, n_columns, lab.rig.put(rows))
-                moved = n_rows * head_bytes * (2 if fold else 1)
-                lab.time(f"round of {n_rows} x {n_columns}, {fold} pending", work, GEOMETRY.n_layers, moved)
     for n_entries in (1, 8):
         entries = lab.rig.put(fold_entries([(slot, 3, 0) for slot in range(n_entries)]))
         regions = {"states": lab.rig.states, "records": lab.rig.records}
@@ -116,9 +159,11 @@ def time_prefill(lab: Lab) -> None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["decode", "prefill"]
+    wanted = sys.argv[1:] or ["decode", "flush", "prefill"]
     laboratory = Lab()
     if "decode" in wanted:
         time_rounds(laboratory)
+    if "flush" in wanted:
+        time_flushes(laboratory)
     if "prefill" in wanted:
         time_prefill(laboratory)

@@ -163,6 +163,10 @@ DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     return d;
 }
 
+DEVICE uint32_t lower_twice(uint32_t a) { return (a & 0xffffu) * 0x10001u; }
+
+DEVICE uint32_t upper_twice(uint32_t a) { return (a >> 16) * 0x10001u; }
+
 DEVICE int dp4a(uint32_t a, uint32_t b, int c) {
     for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
     return c;
@@ -332,6 +336,10 @@ DEVICE void store_16(void* global, uint4 value) { store_global(global, value); }
 DEVICE void store_8(void* global, uint2 value) { store_global(global, value); }
 
 DEVICE void store_4(void* global, uint32_t value) { store_global(global, value); }
+
+DEVICE uint4 load_once_16(const void* global) { return load_global<uint4>(global); }
+
+DEVICE void store_once_16(void* global, uint4 value) { store_global(global, value); }
 
 DEVICE void prefetch_l2(const void*) {}
 

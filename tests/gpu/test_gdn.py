@@ -33,6 +33,13 @@ GEOMETRY = GdnGeometry(16, 48, 1)
 PREFILL_BOUND = 0.01
 ROUND_BOUND = 3e-3
 STATE_BOUND = 1e-3
+CUTS = [
+    ([(1, 1)] * 12, False),
+    ([(1, 1)] * 10 + [(2, 2)], True),
+    ([(6, 6), (6, 6)], False),
+    ([(4, 2), (6, 3), (2, 0), (5, 5), (3, 2)], False),
+]
+"""Columns evaluated and committed per round, and whether the state goes on lacking those before."""
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +89,17 @@ def test_cuts_into_rounds_change_no_bit(device: CudaDevice, layer: Layer, genera
     x, wrong = (random_projections(GEOMETRY, 12, generator) for _ in range(2))
     start = device_state(random_state(layer, generator))
     results = []
-    for cut in ([(1, 1)] * 12, [(6, 6), (6, 6)], [(4, 2), (6, 3), (2, 0), (5, 5), (3, 2)]):
+    for cut, leaves in CUTS:
         rig = Rig(device, layer, 1)
         rig.write_state(0, 0, *start)
         out, done, fold, buffer = [], 0, 0, 0
         for evaluated, committed in cut:
             lines = joined([x[done : done + committed], wrong[: evaluated - committed]])
-            out.append(rig.round([Row(0, evaluated, fold, buffer)], evaluated, lines)[0, :committed])
+            out.append(rig.round([Row(0, evaluated, fold, buffer, leaves)], evaluated, lines)[0, :committed])
             done, fold, buffer = done + committed, committed, 1 - buffer
         rig.flush((0, fold, buffer))
         results.append(bits([np.concatenate(out), *rig.read_state(0)]))
-    assert results[1] == results[0]
-    assert results[2] == results[0]
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 63, 64, 65, 127, 128, 1000, 1024])

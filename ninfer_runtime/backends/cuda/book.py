@@ -15,21 +15,34 @@ from ninfer_runtime.backends.base import MAX_ROUNDS_IN_FLIGHT, Int32s, Round, Ro
 from ninfer_runtime.backends.checks import require
 from ninfer_runtime.backends.cuda.snapshots import Position
 
+NO_BUFFER = -1
+"""The state lacks no column."""
+
 
 @dataclass(slots=True)
 class Lane:
     """Host side of one slot.
 
-    length            tokens folded into the committed state, the pending record included
-    pending_columns   columns of the pending record that the next use of the slot folds
-    pending_buffer    which of the slot's two record buffers holds them
+    length            tokens folded into the committed state, those that the state in memory lacks included
+    pending_columns   columns of the newest round that the next use of the slot folds
+    pending_buffer    which of the slot's two windows that round left; only the device knows whether the state lacks
+                      columns of earlier rounds as well
     position          rotary position of the last of the tokens, three axes
     """
 
     length: int = 0
     pending_columns: int = 0
-    pending_buffer: int = 0
+    pending_buffer: int = NO_BUFFER
     position: Position = (0, 0, 0)
+
+    def pend(self, columns: int, buffer: int) -> None:
+        """A round left ``columns`` that count, in ``buffer``."""
+        self.pending_columns, self.pending_buffer = columns, buffer
+
+    def make_whole(self, length: int) -> None:
+        """The state in memory is that of ``length`` tokens and lacks nothing."""
+        self.length = length
+        self.pend(0, NO_BUFFER)
 
 
 @dataclass(slots=True)
@@ -156,8 +169,7 @@ class RoundBook:
         self.resolve()
         self._advance(launched, wanted)
         for b, slot in enumerate(q.slots.tolist()):
-            self.lanes[slot].pending_columns = int(wanted[b])
-            self.lanes[slot].pending_buffer = int(launched.record_buffers[b])
+            self.lanes[slot].pend(int(wanted[b]), int(launched.record_buffers[b]))
         launched.is_settled = launched.is_resolved = True
         self._forget_what_is_over()
         if q.verify:

@@ -31,7 +31,7 @@ from ninfer_runtime.backends.base import (
 from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
 from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import Arena
-from ninfer_runtime.backends.cuda.book import Launched, RoundBook, evaluated_columns
+from ninfer_runtime.backends.cuda.book import NO_BUFFER, Launched, RoundBook, evaluated_columns
 from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
 from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
@@ -155,7 +155,7 @@ class CudaProgram:
     def reset(self, slot: int) -> None:
         self._check_slot(slot)
         lane = self._book.lanes[slot]
-        lane.length = lane.pending_columns = 0
+        lane.make_whole(0)
         lane.position = (0, 0, 0)
         self._snapshots.clear(slot)
         self._counts.reset(self.stream, slot)
@@ -181,7 +181,7 @@ class CudaProgram:
         self._check_slot(slot)
         lane = self._book.lanes[slot]
         lane.position = self._snapshots.load(slot, snapshot)
-        lane.length, lane.pending_columns = snapshot.n_tokens, 0
+        lane.make_whole(snapshot.n_tokens)
         self._counts.reset(self.stream, slot)
         if self._drafting is not None:
             self._drafting.drop(slot)
@@ -266,7 +266,7 @@ class CudaProgram:
                 fold_buffers[b] = previous.record_buffers[b]
                 max_starts[b], ends[b] = previous.latest_start(b), previous.ends[b]
                 length = int(max_starts[b])
-            record_buffers[b] = 1 - fold_buffers[b]
+            record_buffers[b] = 1 - max(0, fold_buffers[b])
             start, n_columns = int(max_starts[b]), int(round_.n_columns[b])
             n_drafts = 0 if round_.n_drafts is None else int(round_.n_drafts[b])
             behind = max(0, min(n_drafts, int(ends[b]) - start - 1 - n_columns))
@@ -280,8 +280,8 @@ class CudaProgram:
         buffers.force(self._forced)
         if previous is not None:
             self._book.commit_by_own_counts(previous)
-        for slot in round_.slots.tolist():
-            self._book.lanes[slot].pending_columns = 0
+        for b, slot in enumerate(round_.slots.tolist()):
+            self._book.lanes[slot].pend(0, int(record_buffers[b]))
         self.device.upload(memory.input, buffers.packed, self.stream)
         if buffers.packed_masks.size:
             self.device.upload(memory.masks, buffers.packed_masks, self.stream)
@@ -337,9 +337,14 @@ class CudaProgram:
         """One launch per recurrent layer: rows fold ``n_columns`` - 1 recorded columns and record ``n_columns``."""
         rows = np.zeros(n_rows, ROW_STATE)
         rows["slot"], rows["n_columns"] = np.arange(n_rows), n_columns
-        rows["fold_columns"], rows["record_buffer"] = n_columns - 1, 1
+        rows["fold_columns"], rows["record_buffer"], rows["log_record"] = n_columns - 1, 1, n_columns - 1
         self.device.upload(self._regions.round_memory.rows, rows)
         return self._round_pass.recurrences(n_rows, n_columns)
+
+    def bench_copies(self) -> float:
+        """Seconds that the copies of a round's streamed networks take alone; 0 where none are streamed."""
+        self.device.synchronize()
+        return 0.0 if self.ring is None or not self.ring.layout.is_moving else self.ring.seconds_of_copies()
 
     def bench_routing(self, n_columns: int) -> Int32s:
         """int32 [layers, n_columns, k]: the experts of the last round of so many columns; [0, …] for a dense model."""
@@ -351,11 +356,6 @@ class CudaProgram:
         self.device.synchronize(self.stream)
         self.device.download(r.experts.ids, found)
         return found[:, :n_columns]
-
-    def bench_copies(self) -> float:
-        """Seconds that the copies of a round's streamed networks take alone; 0 where none are streamed."""
-        self.device.synchronize()
-        return 0.0 if self.ring is None or not self.ring.layout.is_moving else self.ring.seconds_of_copies()
 
     def bench_accept(self, probability: float) -> None:
         """From the next round on take every draft with this probability, whatever was drawn; 0: as it was drawn."""
@@ -404,15 +404,15 @@ class CudaProgram:
             raise ContractError("the logits mask allows no addressable id; end the row before masking everything")
 
     def _flush(self, slot: int) -> None:
-        """Fold the slot's pending record now."""
+        """Fold now what the slot's state lacks."""
         lane = self._book.lanes[slot]
-        if lane.pending_columns:
+        if lane.pending_buffer != NO_BUFFER:
             r = self._regions
             self._send(r.fold_entries, fold_entries([(slot, lane.pending_columns, lane.pending_buffer)]))
             self._fold.launch(self.stream, n_entries=1, entries=r.fold_entries, states=r.states, records=r.records)
-            if self._drafting is not None:
+            if self._drafting is not None and lane.pending_columns:
                 self._drafting.fold(r.fold_entries)
-            lane.pending_columns = 0
+            lane.make_whole(lane.length)
 
     def _send(self, pointer: int, array: Array) -> None:
         self._staging.send(self.device, pointer, array, self.stream)

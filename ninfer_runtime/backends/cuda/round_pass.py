@@ -21,7 +21,7 @@ from ninfer_runtime.backends.cuda.ops import attention_decode, embed, gdn_decode
 from ninfer_runtime.backends.cuda.ops.attention_decode import AttentionDecode
 from ninfer_runtime.backends.cuda.ops.embed import Embed
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode
-from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.gdn_state import Carrying, GdnStateLayout
 from ninfer_runtime.backends.cuda.ops.linear_small import Output, Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER
 from ninfer_runtime.backends.cuda.ops.round_begin import RoundBegin
@@ -82,7 +82,9 @@ class RoundPass:
         self._regions, self._spec, self._small, self._drafts = regions, spec, small, drafts
         embedding = regions.weights.embedding
         held = 0 if regions.draft is None else regions.draft.memory.held
-        self._begin = RoundBegin(device, regions.round_memory, regions.counts, held)
+        self._states = GdnStateLayout(regions.gdn)
+        carrying = Carrying.of(self._states, regions.records, device.n_sms, n_columns)
+        self._begin = RoundBegin(device, regions.round_memory, regions.counts, held, carrying)
         self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
         self._gdn = GdnDecode(device, regions.gdn)
         self._attention: Mapping[int, AttentionDecode] = {
@@ -98,7 +100,6 @@ class RoundPass:
             held=held,
             proposals=proposals,
         )
-        self._states = GdnStateLayout(regions.gdn)
         self.early = early_start(device)
 
     def queue(self, stream: Stream, n_rows: int, n_columns: int) -> None:

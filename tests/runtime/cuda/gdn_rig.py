@@ -14,8 +14,8 @@ from ninfer_format.model_geometry import TextGeometry
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnFold, GdnInputs, GdnLayerWeights, fold_entries
 from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill, workspace_bytes
-from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, GdnGeometry, GdnStateLayout
-from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE
+from ninfer_runtime.backends.cuda.ops.gdn_state import CARRIED, DIM, HISTORY, GdnGeometry, GdnStateLayout
+from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, ROW_STATE
 from ninfer_runtime.backends.reference.gdn import Gates, _Inputs, gates, mix_row
 from ninfer_runtime.backends.reference.norm import gated_rms_norm
 from ninfer_runtime.backends.reference.state import Recurrent, RowRecord
@@ -126,12 +126,14 @@ def random_projections(
 
 @dataclass(slots=True)
 class Row:
-    """One row of a round: its slot, the columns it evaluates, and how its pending record is to be used."""
+    """One row of a round: its slot, the columns it evaluates, how its pending record is to be used, and whether the
+    state goes on lacking what is folded."""
 
     slot: int
     n_columns: int
     fold: int
     buffer: int
+    keeps: bool = False
 
 
 @dataclass(slots=True)
@@ -145,11 +147,15 @@ class Rig:
     states: int = field(init=False)
     records: int = field(init=False)
     weights: GdnLayerWeights = field(init=False)
+    carried: NDArray[np.void] = field(init=False)
 
     def __post_init__(self) -> None:
         self.layout = GdnStateLayout(self.layer.geometry)
         self.states = self.device.allocate(self.n_slots * self.layout.state_bytes_per_slot)
         self.records = self.device.allocate(self.n_slots * self.layout.record_bytes_per_slot)
+        self.carried = np.zeros(self.n_slots, CARRIED)
+        for slot in range(self.n_slots):
+            self.carry(slot, 0, 0)
         w = self.layer
         self.weights = GdnLayerWeights(
             self.put(words(w.taps)), self.put(w.a_log.numpy()), self.put(w.dt_bias.numpy()), self.put(words(w.norm))
@@ -164,6 +170,12 @@ class Rig:
     def poisoned(self, n_bytes: int) -> int:
         """Device memory of 0xFF bytes."""
         return self.put(np.full(n_bytes, 0xFF, np.uint8))
+
+    def carry(self, slot: int, first: int, n: int) -> None:
+        """The slot's state lacks ``n`` columns of the log from ``first`` on."""
+        self.carried[slot] = first, n
+        at = self.records + slot * self.layout.record_bytes_per_slot + self.layout.carried_offset
+        self.device.upload(at, self.carried[slot : slot + 1])
 
     def write_state(self, slot: int, layer: int, matrix: Floats, history: Words) -> None:
         """matrix [value head, value, key], history [3, channels]."""
@@ -201,6 +213,11 @@ class Rig:
         for i, row in enumerate(rows):
             states[i]["slot"], states[i]["n_columns"], states[i]["fold_columns"] = row.slot, row.n_columns, row.fold
             states[i]["fold_buffer"], states[i]["record_buffer"] = row.buffer, 1 - row.buffer
+            first, carried = (int(x) for x in self.carried[row.slot])
+            behind = (first + carried + row.fold) % LOG_COLUMNS
+            states[i]["carried"], states[i]["log_first"], states[i]["log_record"] = carried, first, behind
+            states[i]["keeps_state"] = row.keeps
+            self.carry(row.slot, *((first, carried + row.fold) if row.keeps else (behind, 0)))
         out = self.poisoned(2 * len(rows) * n_columns * g.value_width)
         GdnDecode(self.device, g).launch(
             self.device.stream(), n_rows=len(rows), n_columns=n_columns, rows=self.put(states), inputs=self.inputs(x),
@@ -225,6 +242,9 @@ class Rig:
             self.device.stream(), n_entries=len(entries), entries=self.put(fold_entries(entries)), states=self.states,
             records=self.records,
         )  # fmt: skip
+        self.device.synchronize()
+        for slot, _, _ in entries:
+            self.carry(slot, 0, 0)
 
 
 def empty_state(layer: Layer, dtype: torch.dtype = torch.bfloat16) -> Recurrent:

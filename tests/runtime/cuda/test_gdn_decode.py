@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnGeometry
+from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS
 from ninfer_runtime.backends.reference.gdn import replay
 from ninfer_runtime.backends.reference.state import RowRecord
 from tests.emulator.device import EmulatedDevice
@@ -49,13 +50,17 @@ def test_rounds_follow_the_reference(
     states = [random_state(layer, generator) for _ in range(n_rows)]
     for slot, state in zip(slots, states, strict=True):
         rig.write_state(int(slot), 0, *device_state(state))
+    lacking = [0] * n_rows
     pending, fold, buffer = [RowRecord(0, 0)] * n_rows, [0] * n_rows, [0] * n_rows
-    for _ in range(3):
+    for _ in range(4):
         rows, lines, expected = [], [], []
         for b in range(n_rows):
             replay(states[b], pending[b], fold[b])
             used = int(random.integers(0, n_columns + 1))  # 0: frozen, its pending columns are folded all the same
-            rows.append(Row(int(slots[b]), used, fold[b], buffer[b]))
+            # A state may go on lacking columns while this round's and the following one's have room beside them.
+            keeps = used > 0 and lacking[b] + fold[b] + used + n_columns <= LOG_COLUMNS and bool(random.integers(0, 2))
+            lacking[b] = lacking[b] + fold[b] if keeps else 0
+            rows.append(Row(int(slots[b]), used, fold[b], buffer[b], keeps))
             lines.append(random_projections(layer.geometry, n_columns, generator))
             if used:
                 pending[b] = RowRecord(b, used)
@@ -65,13 +70,15 @@ def test_rounds_follow_the_reference(
                 expected.append(np.zeros((0, layer.geometry.value_width), np.float32))
         out = floats(rig.round(rows, n_columns, joined(lines)))
         for b, row in enumerate(rows):
+            fold[b] = int(random.integers(0, row.n_columns + 1))
             assert relative_error(out[b, : row.n_columns], expected[b]) < 3e-3
             assert not out[b, row.n_columns :].any()
+            if lacking[b]:
+                continue
             matrix, history = rig.read_state(row.slot)
             wanted, wanted_history = device_state(states[b])
             assert relative_error(matrix, wanted) < 1e-3
             assert np.array_equal(history, wanted_history)
-            fold[b] = int(random.integers(0, row.n_columns + 1))
     rig.flush(*((int(slots[b]), fold[b], buffer[b]) for b in range(n_rows)))
     for b in range(n_rows):
         replay(states[b], pending[b], fold[b])
@@ -81,18 +88,21 @@ def test_rounds_follow_the_reference(
         assert np.array_equal(history, wanted_history)
 
 
+LEFT, WRITTEN = True, False
 CUTS = [
-    [(1, 1)] * 8,
-    [(6, 6), (2, 2)],
-    [(2, 2), (6, 6)],
-    [(5, 2), (4, 1), (6, 0), (3, 3), (2, 1), (1, 1)],
-    [(6, 3), (5, 5)],
+    [(1, 1, WRITTEN)] * 8,
+    [(1, 1, LEFT)] * 8,
+    [(6, 6, WRITTEN), (2, 2, WRITTEN)],
+    [(2, 2, WRITTEN), (6, 6, LEFT)],
+    [(5, 2, WRITTEN), (4, 1, WRITTEN), (6, 0, WRITTEN), (3, 3, WRITTEN), (2, 1, WRITTEN), (1, 1, WRITTEN)],
+    [(3, 2, LEFT), (2, 2, LEFT), (4, 0, LEFT), (1, 1, WRITTEN), (2, 2, LEFT), (3, 1, LEFT)],
+    [(6, 3, WRITTEN), (5, 5, LEFT)],
 ]
 
 
 def test_cuts_into_rounds_change_no_bit(device: EmulatedDevice, fresh_seed: int) -> None:
-    """(evaluated, committed) columns per round; the rest of a round's inputs were drafts that did not hold. The second
-    device is so small that states are fetched ahead of their blocks."""
+    """Columns evaluated and committed per round, and whether the state goes on lacking those before; the rest of a
+    round's inputs were drafts that did not hold. On the second device states are fetched ahead of their blocks."""
     generator = torch.Generator().manual_seed(fresh_seed)
     layer = random_layer(GdnGeometry(1, 3, 1), generator)
     x, wrong = (random_projections(layer.geometry, 8, generator) for _ in range(2))
@@ -103,9 +113,9 @@ def test_cuts_into_rounds_change_no_bit(device: EmulatedDevice, fresh_seed: int)
             rig = Rig(each, layer, 1)
             rig.write_state(0, 0, *start)
             out, done, fold, buffer = [], 0, 0, 0
-            for evaluated, committed in cut:
+            for evaluated, committed, keeps in cut:
                 lines = joined([x[done : done + committed], wrong[: evaluated - committed]])
-                out.append(rig.round([Row(0, evaluated, fold, buffer)], evaluated, lines)[0, :committed])
+                out.append(rig.round([Row(0, evaluated, fold, buffer, keeps)], evaluated, lines)[0, :committed])
                 done, fold, buffer = done + committed, committed, 1 - buffer
             rig.flush((0, fold, buffer))
             results.append(bits([np.concatenate(out), *rig.read_state(0)]))
@@ -138,7 +148,7 @@ def test_flush_touches_the_named_slots_in_every_layer(device: EmulatedDevice, fr
     for slot in range(3):
         for i in range(2):
             rig.write_state(slot, i, *states[slot][i])
-    record = np.zeros((3, 2, rig.layout.record_buffer_stride), np.uint8)
+    record = np.zeros((3, rig.layout.record_bytes_per_slot), np.uint8)
     rig.device.upload(rig.records, record)
     rig.flush((2, 1, 0), (0, 0, 0))
     for i in range(2):

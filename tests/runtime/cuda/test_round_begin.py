@@ -42,7 +42,7 @@ def test_structs_mirror_the_header_member_by_member(name: str) -> None:
     body = re.search(rf"struct {name} {{(.*?)}};", headers, re.DOTALL)
     assert body is not None
     members = re.findall(r"(\w+) (\w+)(?:\[[^]]+\])?;", re.sub("//.*", "", body[1]))
-    types = {"int": np.int32, "float": np.float32, "double": np.float64, "uint64_t": np.uint64}
+    types = {"int": np.int32, "float": np.float32, "double": np.float64, "uint64_t": np.uint64, "uint8_t": np.uint8}
     dtype = STRUCTS[name]
     assert [member for _, member in members] == list(dtype.names or ())
     assert all(dtype[member].base == types[kind] for kind, member in members)

@@ -43,9 +43,10 @@ DEVICE void load_state(GdnRows& s, const float* head, GdnLane at) {
     for (int r = 0; r < GDN_LANE_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const Float4 x = load_global<Float4>(head + r * GDN_DIM + 32 * i);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[r][4 * i + e] = x.v[e];
+            const float* const from = head + r * GDN_DIM + 32 * i;
+            const uint4 x = HINTS >= 1 ? load_once_16(from) : load_16(from);
+            s[r][4 * i] = __uint_as_float(x.x), s[r][4 * i + 1] = __uint_as_float(x.y);
+            s[r][4 * i + 2] = __uint_as_float(x.z), s[r][4 * i + 3] = __uint_as_float(x.w);
         }
 }
 
@@ -54,9 +55,15 @@ DEVICE void store_state(const GdnRows& s, float* head, GdnLane at) {
 #pragma unroll
     for (int r = 0; r < GDN_LANE_ROWS; ++r)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            store_global(head + r * GDN_DIM + 32 * i,
-                         Float4{{s[r][4 * i], s[r][4 * i + 1], s[r][4 * i + 2], s[r][4 * i + 3]}});
+        for (int i = 0; i < 4; ++i) {
+            float* const to = head + r * GDN_DIM + 32 * i;
+            const uint4 x = {__float_as_uint(s[r][4 * i]), __float_as_uint(s[r][4 * i + 1]),
+                             __float_as_uint(s[r][4 * i + 2]), __float_as_uint(s[r][4 * i + 3])};
+            if (HINTS >= 2)
+                store_once_16(to, x);
+            else
+                store_16(to, x);
+        }
 }
 
 // The lane's keys of a vector of 128 numbers in shared memory.
@@ -108,28 +115,38 @@ DEVICE void advance_state(GdnRows& s, const float (&k)[GDN_LANE_KEYS], float alp
 
 // ---- records: what a round leaves behind so that its columns can be folded into the state later
 
-// One layer's part of one record buffer. window: bf16 [3 + columns][channels], the history before the round, then the
-// projections; fp32: key [columns][key heads][128] normalised, correction u [columns][value heads][128], alpha
-// [columns][value heads]. A fold repeats only S <- alpha S + u k^T, from the same numbers: the same bits.
+// One layer's part of a slot's record. Two windows bf16 [3 + columns][channels]: the history before a round, then its
+// projections. The log, a ring of LOG_COLUMNS columns in fp32: keys [columns][key heads][128] normalised, corrections u
+// [columns][value heads][128], alpha [columns][value heads]. A fold repeats only S <- alpha S + u k^T, from the same
+// numbers: the same bits, in this round or in a later one.
 class GdnRecord {
   public:
     DEVICE explicit GdnRecord(unsigned char* base) : base_(base) {}
-    DEVICE uint16_t* window(int column) const { return reinterpret_cast<uint16_t*>(base_) + column * GDN_CHANNELS; }
-    DEVICE float* key(int column, int key_head) const { return floats((column * KEY_HEADS + key_head) * GDN_DIM); }
-    DEVICE float* correction(int column, int head) const {
-        return floats(CORRECTION + (column * VALUE_HEADS + head) * GDN_DIM);
+    DEVICE uint16_t* window(int buffer, int column) const {
+        return reinterpret_cast<uint16_t*>(base_) + (buffer * WINDOW_LINES + column) * GDN_CHANNELS;
     }
-    DEVICE float* alpha(int column, int head) const { return floats(ALPHA + column * VALUE_HEADS + head); }
+    DEVICE float* key(int place, int key_head) const { return floats((place * KEY_HEADS + key_head) * GDN_DIM); }
+    DEVICE float* correction(int place, int head) const {
+        return floats(CORRECTION + (place * VALUE_HEADS + head) * GDN_DIM);
+    }
+    DEVICE float* alpha(int place, int head) const { return floats(ALPHA + place * VALUE_HEADS + head); }
 
   private:
-    static constexpr int WINDOW = (GDN_HISTORY + MAX_COLUMNS) * GDN_CHANNELS * 2;  // bytes
-    static constexpr int CORRECTION = MAX_COLUMNS * GDN_KEY_WIDTH;                  // floats behind the window
-    static constexpr int ALPHA = CORRECTION + MAX_COLUMNS * GDN_VALUE_WIDTH;
+    static constexpr int WINDOW_LINES = GDN_HISTORY + MAX_COLUMNS;
+    static constexpr int WINDOWS = 2 * WINDOW_LINES * GDN_CHANNELS * 2;  // bytes
+    static constexpr int CORRECTION = LOG_COLUMNS * GDN_KEY_WIDTH;        // floats behind the windows
+    static constexpr int ALPHA = CORRECTION + LOG_COLUMNS * GDN_VALUE_WIDTH;
 
-    DEVICE float* floats(int index) const { return reinterpret_cast<float*>(base_ + WINDOW) + index; }
+    DEVICE float* floats(int index) const { return reinterpret_cast<float*>(base_ + WINDOWS) + index; }
 
     unsigned char* base_;
 };
+
+// Column i of a range of the log that begins at `first`.
+DEVICE int log_place(int first, int i) {
+    const int place = first + i;
+    return place < LOG_COLUMNS ? place : place - LOG_COLUMNS;
+}
 
 DEVICE void put_4(float* shared, int lane, const float (&x)[4]) {
     *reinterpret_cast<Float4*>(shared + 4 * lane) = Float4{{x[0], x[1], x[2], x[3]}};
@@ -140,23 +157,23 @@ DEVICE void prefetch_state(const float* head) {
     deal<GDN_DIM * GDN_DIM / 32>([&](int i) { prefetch_l2(head + 32 * i); });
 }
 
-// A head's part of a record in shared memory.
+// A head's part of the log in shared memory.
 struct GdnPending {
-    alignas(16) float key[MAX_COLUMNS][GDN_DIM], correction[MAX_COLUMNS][GDN_DIM];
-    float alpha[MAX_COLUMNS];
+    alignas(16) float key[LOG_COLUMNS][GDN_DIM], correction[LOG_COLUMNS][GDN_DIM];
+    float alpha[LOG_COLUMNS];
 };
 
 // Starts the copies; the caller waits for them.
-DEVICE void copy_pending(GdnPending& pending, const GdnRecord& record, int n_columns, int head) {
+DEVICE void copy_pending(GdnPending& pending, const GdnRecord& record, int first, int n_columns, int head) {
     constexpr int VECTORS = GDN_DIM / 4;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < 2 * VECTORS * n_columns; i += THREADS) {
-        const int c = i / (2 * VECTORS), at = i % VECTORS * 4;
+        const int c = i / (2 * VECTORS), at = i % VECTORS * 4, place = log_place(first, c);
         if (i / VECTORS % 2 == 0)
-            cp_async_16(pending.key[c] + at, record.key(c, head / GDN_RATIO) + at);
+            cp_async_16(pending.key[c] + at, record.key(place, head / GDN_RATIO) + at);
         else
-            cp_async_16(pending.correction[c] + at, record.correction(c, head) + at);
-        if (i % (2 * VECTORS) == 0) cp_async_4(&pending.alpha[c], record.alpha(c, head));
+            cp_async_16(pending.correction[c] + at, record.correction(place, head) + at);
+        if (i % (2 * VECTORS) == 0) cp_async_4(&pending.alpha[c], record.alpha(place, head));
     }
 }
 

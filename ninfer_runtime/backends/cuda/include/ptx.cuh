@@ -178,6 +178,21 @@ DEVICE void store_8(void* global, uint2 value) { store_global(global, value); }
 
 DEVICE void store_4(void* global, uint32_t value) { store_global(global, value); }
 
+// Bytes that no kernel meets again soon: they should not push others out of L2.
+DEVICE uint4 load_once_16(const void* global) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(global), "l"(evict_first_policy()));
+    return v;
+}
+
+DEVICE void store_once_16(void* global, uint4 value) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(global), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w), "l"(evict_first_policy())
+                 : "memory");
+}
+
 DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // ---- memory shared between blocks of one grid
@@ -233,6 +248,19 @@ DEVICE uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
 DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t d;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+
+// A half of a word in both halves: a modifier of the operand of what uses it.
+DEVICE uint32_t lower_twice(uint32_t a) {
+    uint32_t d;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(d) : "r"(a));
+    return d;
+}
+
+DEVICE uint32_t upper_twice(uint32_t a) {
+    uint32_t d;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(d) : "r"(a));
     return d;
 }
 

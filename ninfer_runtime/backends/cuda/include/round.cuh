@@ -5,6 +5,7 @@
 constexpr int MAX_ROWS = 8;
 constexpr int MAX_COLUMNS = 6;
 constexpr int MAX_STOP_IDS = 64;
+constexpr int LOG_COLUMNS = 12;
 
 // RowStatus of backends/base.py.
 constexpr int STATUS_RUNNING = 0;
@@ -29,9 +30,20 @@ struct RowState {
     int accepted;
     int columns;
     int n_ratio;        // drafts that the slot holds with what they were drawn from, evaluated or not
-    int reserved[2];
+    int carried;        // columns of earlier records that the slot's state still lacks; they come before fold_columns
+    uint8_t log_first;  // where in the slot's log of columns those that the state lacks begin
+    uint8_t log_record; // where this round's begin
+    uint8_t keeps_state;  // 1: what is folded is not written back, the state goes on lacking it
+    uint8_t reserved;
 };
 static_assert(sizeof(RowState) == 64, "mirrored by ops/round_state.py");
+
+// Which columns of a slot's log its state lacks before those of the newest round; the log is a ring of LOG_COLUMNS.
+struct CarriedColumns {
+    int first;
+    int n;
+};
+static_assert(sizeof(CarriedColumns) == 8, "mirrored by ops/gdn_state.py");
 
 // First bytes of the packed input.
 struct RoundHeader {

@@ -24,11 +24,10 @@ struct GdnDecodeParams {
     const uint16_t* norm;
     unsigned char* state;    // this layer of slot 0
     unsigned char* history;  // likewise
-    unsigned char* record;   // likewise, buffer 0
+    unsigned char* record;   // likewise
     uint16_t* out;
     uint64_t state_slot_stride;  // bytes
     uint64_t record_slot_stride;
-    uint64_t record_buffer_stride;
     int qk_stride;  // elements
     int vz_stride;
     int gate_stride;
@@ -47,7 +46,7 @@ constexpr int PART_VECTORS = GDN_DIM / 8, LINE_VECTORS = 4 * PART_VECTORS;  // o
 // Rows of 384 channels are [query | key | value] of the head.
 struct Shared {
     union {
-        GdnPending pending;  // until it is folded
+        GdnPending pending;  // until the state in registers has them
         struct {
             alignas(16) float query[MAX_COLUMNS][GDN_DIM], key[MAX_COLUMNS][GDN_DIM], value[MAX_COLUMNS][GDN_DIM];
             GdnGates gates[MAX_COLUMNS];
@@ -64,20 +63,30 @@ static_assert(sizeof(Shared) <= BLOCK_SHARED, "dynamic shared memory of the laun
 
 // What the row says of the block's head.
 struct Head {
-    int row, head, pending, n_columns;
+    int row, head, n_columns;
+    int n_pending, log_first, log_record;
+    bool writes_state;
     float* matrix;
     uint16_t* history;
-    GdnRecord folded, recorded;
+    GdnRecord record;
+    const uint16_t* pending_window;  // behind the folded columns
+    uint16_t* window;
 
     DEVICE Head(const GdnDecodeParams& p, const RowState& state)
         : row(static_cast<int>(blockIdx.y)),
           head(static_cast<int>(blockIdx.x)),
-          pending(state.fold_columns),
           n_columns(state.n_columns),
+          n_pending(state.carried + state.fold_columns),
+          log_first(state.log_first),
+          log_record(state.log_record),
+          writes_state(n_pending > 0 && state.keeps_state == 0),
           matrix(reinterpret_cast<float*>(p.state + state.slot * p.state_slot_stride) + head * GDN_DIM * GDN_DIM),
           history(reinterpret_cast<uint16_t*>(p.history + state.slot * p.state_slot_stride)),
-          folded(p.record + state.slot * p.record_slot_stride + state.fold_buffer * p.record_buffer_stride),
-          recorded(p.record + state.slot * p.record_slot_stride + state.record_buffer * p.record_buffer_stride) {}
+          record(p.record + state.slot * p.record_slot_stride),
+          pending_window(record.window(state.fold_buffer, state.fold_columns)),
+          window(record.window(state.record_buffer, 0)) {}
+
+    DEVICE int place(int column) const { return log_place(log_record, column); }
 };
 
 // The state of the block that takes the place of one that runs now.
@@ -91,8 +100,8 @@ DEVICE void fetch_ahead(const GdnDecodeParams& p) {
 // Starts the copies of what is older than the round: the head's history, taps, norm and pending columns.
 DEVICE void copy_old(Shared& shared, const GdnDecodeParams& p, const Head& own, const GdnChannels& channels) {
     // The history that this round continues: after a fold the columns behind the folded ones, which no block writes.
-    const uint16_t* const history = own.pending > 0 ? own.folded.window(own.pending) : own.history;
-    if (own.pending > 0) copy_pending(shared.pending, own.folded, own.pending, own.head);
+    const uint16_t* const history = own.n_pending > 0 ? own.pending_window : own.history;
+    copy_pending(shared.pending, own.record, own.log_first, own.n_pending, own.head);
     deal<(GDN_HISTORY + GDN_TAPS) * GDN_HEAD_VECTORS>([&](int i) {
         const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, k = j - GDN_HISTORY;
         const uint16_t* const source = j < GDN_HISTORY ? history + j * GDN_CHANNELS : p.taps + k * GDN_CHANNELS;
@@ -109,8 +118,8 @@ DEVICE void put_history(const Shared& shared, const Head& own, const GdnChannels
         const int j = i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS, at = j * GDN_CHANNELS + channels.vector(vector);
         if (!channels.owns(vector)) return;
         const uint4 words = *reinterpret_cast<const uint4*>(&shared.window[j][8 * vector]);
-        if (own.pending > 0) store_16(own.history + at, words);
-        if (own.n_columns > 0) store_16(own.recorded.window(0) + at, words);
+        if (own.writes_state) store_16(own.history + at, words);
+        if (own.n_columns > 0) store_16(own.window + at, words);
     });
 }
 
@@ -135,7 +144,7 @@ DEVICE void stage_columns(Shared& shared, const GdnDecodeParams& p, const Head& 
     if (has_gates) {
         const GdnGates gates = {expf_precise(-mul_rn(decay_rate, softplus(a + dt_bias))), sigmoid(b)};
         shared.columns.gates[c_gate] = gates;
-        *own.recorded.alpha(c_gate, own.head) = gates.alpha;
+        *own.record.alpha(own.place(c_gate), own.head) = gates.alpha;
     }
     cp_async_wait<0>();
 }
@@ -145,7 +154,7 @@ DEVICE void record_columns(const Shared& shared, const Head& own, const GdnChann
     for (int i = static_cast<int>(threadIdx.x); i < own.n_columns * GDN_HEAD_VECTORS; i += THREADS) {
         const int c = GDN_HISTORY + i / GDN_HEAD_VECTORS, vector = i % GDN_HEAD_VECTORS;
         if (channels.owns(vector))
-            store_16(own.recorded.window(c) + channels.vector(vector),
+            store_16(own.window + c * GDN_CHANNELS + channels.vector(vector),
                      *reinterpret_cast<const uint4*>(&shared.window[c][8 * vector]));
     }
 }
@@ -174,7 +183,7 @@ DEVICE void prepare_column(Shared& shared, const Head& own, int c, bool is_value
     put_4(shared.columns.query[c], lane, x);
     put_4(shared.columns.key[c], lane, key);
     if (channels.owns_key)
-        store_global(own.recorded.key(c, own.head / GDN_RATIO) + 4 * lane, Float4{{key[0], key[1], key[2], key[3]}});
+        store_global(own.record.key(own.place(c), own.head / GDN_RATIO) + 4 * lane, Float4{{key[0], key[1], key[2], key[3]}});
     if (lane == 0) shared.columns.key_query[c] = mul_rn(product, mul_rn(scale, key_scale));
 }
 
@@ -217,9 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
     cp_async_wait<0>();
     __syncthreads();
     put_history(*shared, own, channels);
-    if (own.pending > 0) {
-        fold_columns(s, own.pending, shared->pending, at);
-        store_state(s, own.matrix, at);
+    if (own.n_pending > 0) {
+        fold_columns(s, own.n_pending, shared->pending, at);
+        if (own.writes_state) store_state(s, own.matrix, at);
         __syncthreads();
     }
 
@@ -250,6 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_decode(con
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] = o.v[i] * scale * w[i] * silu_fast(z[i]);
     store_8(out, pack_4(y));
-    store_global(own.recorded.correction(warp, own.head) + 4 * lane,
+    store_global(own.record.correction(own.place(warp), own.head) + 4 * lane,
                  *reinterpret_cast<const Float4*>(&shared->correction[warp][4 * lane]));
 }

@@ -1,9 +1,10 @@
-// Flush pending records into the states of all layers: S and history as gdn_decode leaves them before its own columns,
-// bit for bit. entries: one per slot. States, histories and records as in gdn_decode.cu.
+// Flush into the states of all layers what they lack: S and history as gdn_decode leaves them before its own columns, bit
+// for bit. entries: one per slot; nothing is lacking behind it, which the host must remember: CarriedColumns stay. States, histories and records as in gdn_decode.cu.
 // Grid: (VALUE_HEADS, layers, entries), 256 threads. Reference: backends/reference/gdn.py `replay`.
 #include "common.cuh"
 #include "gdn_step.cuh"
 
+// The slot's newest round: how many of its columns count, and in which window they are.
 struct GdnFoldEntry {
     int slot, n_columns, buffer, reserved;
 };
@@ -12,12 +13,12 @@ struct GdnFoldParams {
     const GdnFoldEntry* entries;
     unsigned char* state;    // layer 0 of slot 0
     unsigned char* history;  // likewise
-    unsigned char* record;   // likewise, buffer 0
+    unsigned char* record;   // likewise
     uint64_t state_slot_stride;  // bytes
     uint64_t state_layer_stride;
     uint64_t record_slot_stride;
-    uint64_t record_buffer_stride;
     uint64_t record_layer_stride;
+    uint64_t carried_offset;  // of CarriedColumns in a slot's records
 };
 
 namespace {
@@ -39,23 +40,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const
     grid_dependency_launch();
     grid_dependency_wait();
     const GdnFoldEntry entry = p.entries[blockIdx.z];
-    if (entry.n_columns == 0) return;
+    unsigned char* const records = p.record + entry.slot * p.record_slot_stride;
+    const CarriedColumns carried = *reinterpret_cast<const CarriedColumns*>(records + p.carried_offset);
+    const int n_columns = carried.n + entry.n_columns;
+    if (n_columns == 0) return;
     const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-    const GdnRecord record(p.record + entry.slot * p.record_slot_stride + entry.buffer * p.record_buffer_stride +
-                           blockIdx.y * p.record_layer_stride);
+    const GdnRecord record(records + blockIdx.y * p.record_layer_stride);
     const GdnChannels channels(head);
     const GdnLane at;
-    copy_pending(*pending, record, entry.n_columns, head);
+    copy_pending(*pending, record, carried.first, n_columns, head);
     cp_async_commit();
     GdnRows s;
     load_state(s, matrix_of(p), at);
     if (thread < GDN_HISTORY * GDN_HEAD_VECTORS && channels.owns(thread % GDN_HEAD_VECTORS)) {
         const int j = thread / GDN_HEAD_VECTORS, channel = channels.vector(thread % GDN_HEAD_VECTORS);
         store_16(reinterpret_cast<uint16_t*>(p.history + own_offset(p)) + j * GDN_CHANNELS + channel,
-                 load_16(record.window(entry.n_columns + j) + channel));
+                 load_16(record.window(entry.buffer, entry.n_columns + j) + channel));
     }
     cp_async_wait<0>();
     __syncthreads();
-    fold_columns(s, entry.n_columns, *pending, at);
+    fold_columns(s, n_columns, *pending, at);
     store_state(s, matrix_of(p), at);
 }

@@ -12,6 +12,9 @@ struct RoundBeginParams {
     int* tokens;
     int* counts;
     const HeldDrafts* held;  // [slots]; null: the program does not draft
+    unsigned char* carried;  // CarriedColumns of slot 0; null: no recurrent state
+    uint64_t carried_stride; // bytes
+    int n_carried;           // that a state may lack behind this round
     int counts_stride;
     int n_rows;
     int n_columns;
@@ -31,6 +34,23 @@ struct CountListParams {
     const int* token_ids;
     int n_tokens;
 };
+
+// Which columns the slot's state lacks, and whether it goes on lacking them. fold_buffer: -1 where it lacks none.
+DEVICE void resolve_log(RowState& row, const RoundBeginParams& p) {
+    CarriedColumns& carried = *reinterpret_cast<CarriedColumns*>(p.carried + row.slot * p.carried_stride);
+    const bool lacks_some = row.fold_buffer >= 0;
+    const int first = lacks_some ? carried.first : 0;
+    row.carried = lacks_some ? carried.n : 0;
+    const int n = row.carried + row.fold_columns, behind = (first + n) % LOG_COLUMNS;
+    // A frozen row leaves no record that a history could be taken from.
+    const bool keeps = n <= p.n_carried && row.n_columns > 0;
+    row.fold_buffer = maximum(row.fold_buffer, 0);
+    row.log_first = static_cast<uint8_t>(first);
+    row.log_record = static_cast<uint8_t>(behind);
+    row.keeps_state = keeps;
+    carried.first = keeps ? first : behind;
+    carried.n = keeps ? n : 0;
+}
 
 // Lane i adds all occurrences of token_ids[i], unless an earlier lane has the same id.
 DEVICE void count_tokens(int* counts, const int* token_ids, int n_tokens, int lane) {
@@ -84,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         row.verify = header.verify;
         row.n_ratio = n_ratio;
         row.status = is_frozen ? STATUS_FROZEN : STATUS_RUNNING;
+        if (p.carried != nullptr) resolve_log(row, p);
         p.rows[b] = row;
     }
     if (follows)

@@ -14,19 +14,24 @@ import numpy as np
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, TAPS, GdnGeometry, GdnLayerState, GdnStateLayout
-from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
+from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, MAX_COLUMNS, MAX_ROWS
 
 _THREADS = 256
 _HEADS_PER_SM = 2
 """Blocks that the registers of a multiprocessor hold."""
+_HINTS = 1
+"""Loads (1), loads and stores (2) of states tell L2 that they are not met again soon."""
 _FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 2 * MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
-_FOLD_SHARED = MAX_COLUMNS * (2 * DIM + 1) * 4 + 16
+_FOLD_SHARED = LOG_COLUMNS * (2 * DIM + 1) * 4 + 16
 _DECODE_SHARED = (
-    MAX_COLUMNS * (3 * DIM + 3) * 4 + 32 + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS) + 16
+    max(_FOLD_SHARED, MAX_COLUMNS * (3 * DIM + 3) * 4 + 32)
+    + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS)
+    + 16
 )
 
 FOLD_ENTRY = np.dtype([("slot", np.int32), ("n_columns", np.int32), ("buffer", np.int32), ("reserved", np.int32)])
-"""One slot to flush: fold the first ``n_columns`` columns of record buffer ``buffer``; 0 leaves the slot as it is."""
+"""One slot to flush: fold what is carried and the first ``n_columns`` columns of the newest round, whose window is
+``buffer``."""
 
 
 class GdnDecodeParams(ctypes.Structure):
@@ -48,7 +53,6 @@ class GdnDecodeParams(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("state_slot_stride", ctypes.c_uint64),
         ("record_slot_stride", ctypes.c_uint64),
-        ("record_buffer_stride", ctypes.c_uint64),
         ("qk_stride", ctypes.c_int32),
         ("vz_stride", ctypes.c_int32),
         ("gate_stride", ctypes.c_int32),
@@ -70,8 +74,8 @@ class GdnFoldParams(ctypes.Structure):
         ("state_slot_stride", ctypes.c_uint64),
         ("state_layer_stride", ctypes.c_uint64),
         ("record_slot_stride", ctypes.c_uint64),
-        ("record_buffer_stride", ctypes.c_uint64),
         ("record_layer_stride", ctypes.c_uint64),
+        ("carried_offset", ctypes.c_uint64),
     )
 
 
@@ -102,13 +106,13 @@ class GdnLayerWeights:
     norm: int
 
 
-def _spec(geometry: GdnGeometry, name: str, shared: int) -> KernelSpec:
-    defines = (*geometry.defines, ("BLOCK_SHARED", shared))
+def _spec(geometry: GdnGeometry, name: str, shared: int, hints: int = _HINTS) -> KernelSpec:
+    defines = (*geometry.defines, ("HINTS", hints), ("BLOCK_SHARED", shared))
     return KernelSpec(f"{name}.cu", name, defines, _THREADS, shared, _HEADS_PER_SM)
 
 
-def _decode_spec(geometry: GdnGeometry) -> KernelSpec:
-    return _spec(geometry, "gdn_decode", _DECODE_SHARED)
+def _decode_spec(geometry: GdnGeometry, hints: int = _HINTS) -> KernelSpec:
+    return _spec(geometry, "gdn_decode", _DECODE_SHARED, hints)
 
 
 def _fold_spec(geometry: GdnGeometry) -> KernelSpec:
@@ -123,11 +127,13 @@ def specs(geometry: GdnGeometry) -> list[KernelSpec]:
 class GdnDecode:
     """One layer of a round: convolution, gates, recurrence and gated norm in one launch."""
 
-    def __init__(self, device: Device, geometry: GdnGeometry) -> None:
+    def __init__(
+        self, device: Device, geometry: GdnGeometry, *, hints: int = _HINTS, fetches_ahead: bool = True
+    ) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._n_resident = _HEADS_PER_SM * device.n_sms
-        self._kernel = device.kernel(_decode_spec(geometry))
+        self._n_ahead = _HEADS_PER_SM * device.n_sms if fetches_ahead else 0
+        self._kernel = device.kernel(_decode_spec(geometry, hints))
 
     def launch(
         self,
@@ -169,13 +175,12 @@ class GdnDecode:
             out,
             layout.state_bytes_per_slot,
             layout.record_bytes_per_slot,
-            layout.record_buffer_stride,
             inputs.qk_stride or 2 * g.key_width,
             inputs.vz_stride or 2 * g.value_width,
             inputs.gate_stride or g.value_heads,
             out_stride or g.value_width,
             n_columns,
-            self._n_resident,
+            self._n_ahead,
             g.norm_eps,
         )
         self._kernel.launch((g.value_heads, n_rows, 1), params, stream, pdl=pdl)
@@ -209,7 +214,7 @@ class GdnFold:
             layout.state_bytes_per_slot,
             layout.state_layer_stride,
             layout.record_bytes_per_slot,
-            layout.record_buffer_stride,
             layout.record_layer_stride,
+            layout.carried_offset,
         )
         self._kernel.launch((g.value_heads, g.n_layers, n_entries), params, stream)

@@ -5,24 +5,30 @@ copy of ``state_bytes_per_slot`` bytes from ``state_offset(slot)``, a reset one 
 
 State of a layer: S fp32 [value head][value 128][key 128], then the convolution's history bf16 [3][channels], oldest
 first.
-Record of a layer: window bf16 [3 + columns][channels], the history before the round and its projections; fp32 keys
-[columns][key head][128], normalised; fp32 corrections u [columns][value head][128]; fp32 alpha [columns][value head].
-A slot has two record buffers: one pending while the next round writes the other.
+Record of a layer: two windows bf16 [3 + columns][channels], the history before a round and its projections, one pending
+while the next round writes the other; and the log, a ring of ``LOG_COLUMNS`` columns in fp32: keys [columns][key head]
+[128], normalised; corrections u [columns][value head][128]; alpha [columns][value head]. Behind the layers of a slot:
+``CARRIED``, the columns of the log that the state lacks beside those of the newest round.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_format.model_geometry import TextGeometry
 from ninfer_runtime.backends.cuda.arena import ALIGNMENT
-from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS
+from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, MAX_COLUMNS
 
 DIM: Final = 128
 TAPS: Final = 4
 HISTORY: Final = TAPS - 1
-RECORD_BUFFERS: Final = 2
+WINDOWS: Final = 2
+CARRIED: Final = np.dtype([("first", np.int32), ("n", np.int32)])
+MOST_CARRIED: Final = 5
+"""Columns that a state may lack: each costs two operations per number and round, but a state is written less often."""
 _BF16 = 2
 _FP32 = 4
 
@@ -81,7 +87,7 @@ def gdn_geometry(text: TextGeometry, norm_eps: float) -> GdnGeometry:
 
 @dataclass(frozen=True, slots=True)
 class GdnLayerState:
-    """Device addresses of one layer in slot 0: state matrix, convolution history, record buffer 0."""
+    """Device addresses of one layer in slot 0: state matrix, convolution history, record."""
 
     matrix: int
     history: int
@@ -113,19 +119,19 @@ class GdnStateLayout:
     def record_layer_stride(self) -> int:
         """From one layer's record to the next one's."""
         g = self.geometry
-        window = (HISTORY + MAX_COLUMNS) * g.channels * _BF16
-        drivers = MAX_COLUMNS * (g.key_width + g.value_width + g.value_heads) * _FP32
-        return up(window + drivers, ALIGNMENT)
+        windows = WINDOWS * (HISTORY + MAX_COLUMNS) * g.channels * _BF16
+        log = LOG_COLUMNS * (g.key_width + g.value_width + g.value_heads) * _FP32
+        return up(windows + log, ALIGNMENT)
 
     @property
-    def record_buffer_stride(self) -> int:
-        """From a slot's first record buffer to its second."""
+    def carried_offset(self) -> int:
+        """Of ``CARRIED`` in a slot's records."""
         return self.geometry.n_layers * self.record_layer_stride
 
     @property
     def record_bytes_per_slot(self) -> int:
-        """Both buffers, all layers."""
-        return RECORD_BUFFERS * self.record_buffer_stride
+        """All layers, and what is carried."""
+        return self.carried_offset + up(CARRIED.itemsize, ALIGNMENT)
 
     def state_offset(self, slot: int, layer: int = 0) -> int:
         """Of a layer's state in the region of states."""
@@ -135,3 +141,31 @@ class GdnStateLayout:
         """Addresses of a layer (counted among the DeltaNet layers), given those of the two regions."""
         matrix = states + self.state_offset(0, layer)
         return GdnLayerState(matrix, matrix + self.matrix_bytes, records + layer * self.record_layer_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Carrying:
+    """When rounds write states back: where the memory's rate is the limit, committed columns stay in the log a while.
+
+    pointer, stride   CARRIED of slot 0, bytes to the next slot's
+    heads_at_once     of all rows: with no more than these a round is short anyway
+    max_columns       of the rounds that may follow
+    """
+
+    pointer: int
+    stride: int
+    value_heads: int
+    heads_at_once: int
+    max_columns: int
+
+    @classmethod
+    def of(cls, layout: GdnStateLayout, records: int, n_sms: int, max_columns: int) -> "Carrying":
+        """Of the records at ``records``, on a card of ``n_sms``."""
+        heads = layout.geometry.value_heads
+        return cls(records + layout.carried_offset, layout.record_bytes_per_slot, heads, n_sms, max_columns)
+
+    def limit(self, n_rows: int, n_columns: int) -> int:
+        """Most columns that a state may lack behind a round, its own not counted: the following ones must have room."""
+        if n_rows * self.value_heads <= self.heads_at_once:
+            return 0
+        return max(0, min(MOST_CARRIED, LOG_COLUMNS - n_columns - self.max_columns))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops.gdn_state import Carrying
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundMemory
 
 _INT = 4
@@ -26,6 +27,9 @@ class RoundBeginParams(ctypes.Structure):
         ("tokens", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
         ("held", ctypes.c_uint64),
+        ("carried", ctypes.c_uint64),
+        ("carried_stride", ctypes.c_uint64),
+        ("n_carried", ctypes.c_int32),
         ("counts_stride", ctypes.c_int32),
         ("n_rows", ctypes.c_int32),
         ("n_columns", ctypes.c_int32),
@@ -114,14 +118,24 @@ class Counts:
 class RoundBegin:
     """First kernel of every round: resolves rows and inputs, counts what the previous round emitted."""
 
-    def __init__(self, device: Device, memory: RoundMemory, counts: CountsMemory, held: int = 0) -> None:
-        """``held``: HELD_DRAFTS [slots] of ``ops/draft.py``; 0 for programs that do not draft."""
+    def __init__(
+        self,
+        device: Device,
+        memory: RoundMemory,
+        counts: CountsMemory,
+        held: int = 0,
+        carrying: Carrying | None = None,
+    ) -> None:
+        """``held``: HELD_DRAFTS [slots] of ``ops/draft.py``; 0 for programs that do not draft.
+
+        ``carrying``: when states are written back; None where rounds have no recurrent layer.
+        """
         self._kernel = device.kernel(ROUND_BEGIN)
-        self._memory, self._counts, self._held = memory, counts, held
+        self._memory, self._counts, self._held, self._carrying = memory, counts, held, carrying
 
     def launch(self, stream: Stream, n_rows: int, n_columns: int) -> None:
         """Packed input (and, if it says so, the result of the round before) → ``rows`` and ``tokens`` [B · q]."""
-        m = self._memory
+        m, c = self._memory, self._carrying
         params = RoundBeginParams(
             input=m.input,
             previous=m.result,
@@ -129,6 +143,9 @@ class RoundBegin:
             tokens=m.tokens,
             counts=self._counts.pointer,
             held=self._held,
+            carried=0 if c is None else c.pointer,
+            carried_stride=0 if c is None else c.stride,
+            n_carried=0 if c is None else c.limit(n_rows, n_columns),
             counts_stride=self._counts.stride,
             n_rows=n_rows,
             n_columns=n_columns,

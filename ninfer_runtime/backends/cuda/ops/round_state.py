@@ -30,6 +30,7 @@ from ninfer_runtime.config import SamplingParams
 MAX_ROWS = 8
 MAX_COLUMNS = 6
 MAX_STOP_IDS = 64
+LOG_COLUMNS = 12
 
 Structs = NDArray[Any]
 
@@ -41,8 +42,8 @@ def _ints(*names: str) -> list[tuple[str, Any]]:
 ROW_STATE = np.dtype(
     [
         *_ints("slot", "start", "n_columns", "rope_delta", "fold_columns", "fold_buffer", "record_buffer", "budget"),
-        *_ints("verify", "status", "emitted", "accepted", "columns", "n_ratio"),
-        ("reserved", np.int32, 2),
+        *_ints("verify", "status", "emitted", "accepted", "columns", "n_ratio", "carried"),
+        *((name, np.uint8) for name in ("log_first", "log_record", "keeps_state", "reserved")),
     ]
 )
 """One resolved row on the device; ``MAX_ROWS`` of them, written by ``round_begin``."""
