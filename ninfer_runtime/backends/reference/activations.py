@@ -14,10 +14,12 @@ from ninfer_format.directory import TensorEntry
 from ninfer_format.geometry import up
 from ninfer_format.numeric.nvfp4 import BLOCK, E2M1, E4M3FN
 from ninfer_format.reader import Artifact
+from ninfer_format.roles import role_of
 from ninfer_runtime.backends.base import MemoryPlan
 
 _LARGEST_SCALE = 448.0
 _COLUMN_TILE = 8
+_EXPERTS = "text/layers/*/moe/"
 _MIDPOINTS = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
 """Between E2M1 words w and w + 1, and whether it belongs to w."""
 
@@ -73,8 +75,11 @@ class ActivationFormats:
 
 
 def input_divisor(artifact: Artifact, matrix: str) -> float | None:
-    """Divisor of the rows that an NVFP4 matrix multiplies; None for other matrices, and where the artifact has none."""
-    objects, site = artifact.objects, site_of(matrix)
+    """Divisor of the rows that an NVFP4 matrix multiplies; None for other matrices, and where the artifact has none.
+
+    Matrices of experts multiply rows as they are: an expert has few of them, its weights are what takes the time.
+    """
+    objects, site = artifact.objects, None if role_of(matrix)[0].startswith(_EXPERTS) else site_of(matrix)
     entry = objects[matrix]
     if not isinstance(entry, TensorEntry) or entry.format != "NVFP4" or site is None or site not in objects.names():
         return None
