@@ -46,9 +46,9 @@ def prefill(run: Running, prompt: Prompt, seed: int) -> Result:
         seconds.append(time.perf_counter() - started)
         drawn.append(result)
     flops = prefill_flops(run.artifact.directory.objects, run.model.spec.text, prompt.n_tokens)
-    took = sorted(seconds[1:])[REPEATS // 2]
+    took, activations = sorted(seconds[1:])[REPEATS // 2], run.plan.options.nvfp4_activations
     return Result(
-        id=f"prefill/{run.identity}/{prompt.n_tokens}",
+        id=f"prefill/{run.identity}/{prompt.n_tokens}" + ("" if activations == "auto" else f"/{activations}"),
         value=prompt.n_tokens / took,
         unit="tok/s",
         limit="mma_tflops",

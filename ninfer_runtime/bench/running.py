@@ -21,7 +21,16 @@ from ninfer_runtime.backends.base import (
     ProgramLimits,
     ProgramOptions,
 )
-from ninfer_runtime.config import ON_DEVICE, PAGE_TOKENS, Dtype, KvDtype, Proposer, Residency, SamplingParams
+from ninfer_runtime.config import (
+    ON_DEVICE,
+    PAGE_TOKENS,
+    Dtype,
+    KvDtype,
+    Nvfp4Activations,
+    Proposer,
+    Residency,
+    SamplingParams,
+)
 from ninfer_runtime.models.binder import BoundModel, bind
 
 GREEDY = SamplingParams.greedy()
@@ -43,6 +52,7 @@ class BenchOptions:
     max_drafts: int = 0
     """Of the draft layer, if there is one to measure."""
     residency: Residency = ON_DEVICE
+    nvfp4_activations: Nvfp4Activations = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +185,12 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
             raise UsageError(f"the benchmark needs {room.context} tokens, the model was made for {longest}; use less")
         proposer: Proposer = "mtp" if options.max_drafts else "none"
         wanted = ProgramOptions(
-            options.device, options.dtype, options.kv_dtype, proposer=proposer, residency=options.residency
+            options.device,
+            options.dtype,
+            options.kv_dtype,
+            nvfp4_activations=options.nvfp4_activations,
+            proposer=proposer,
+            residency=options.residency,
         )
         plan = maker.plan_memory(model, program_limits(options, room), wanted)
         missing = plan.device_bytes - maker.free_memory(wanted)

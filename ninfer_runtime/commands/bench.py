@@ -1,11 +1,13 @@
 """``ninfer-run bench``: synthetic artifacts and benchmarks (specs/benchmarks.md)."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ninfer_runtime.commands.flags import Nvfp4ActivationsName
 from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
@@ -124,6 +126,7 @@ def prefill(
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = None,
     prefill_chunk: PrefillChunk = 1024,
+    nvfp4_activations: Nvfp4ActivationsName = "auto",
     seed: Seed = 0,
     plot: Plot = None,
     as_json: Json = False,
@@ -134,6 +137,7 @@ def prefill(
 
     prompts = [Prompt(n_tokens) for n_tokens in tokens or [CONTEXT]]
     options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
+    options = replace(options, nvfp4_activations=nvfp4_activations)
     chunk = None if late is None else LateChunk(late, prefill_chunk)
     return bench_prefill(options, prompts, chunk, _output(as_json, plot))
 
