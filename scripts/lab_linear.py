@@ -37,7 +37,7 @@ SAMPLES = 9
 WARM_UP_SECONDS = 0.1
 LEAST_CHAIN_BYTES = 0  # copies of a launch's weights, where not LAYERS: until they are so many bytes
 WORKSPACE_BYTES = 32 << 20  # enough for any geometry
-Q4, Q5, Q6, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "BF16"
+Q4, Q5, Q6, W8, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S", "BF16"
 
 KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "gdn_in": ("store", ((Q4, 4096, HIDDEN), (Q5, 12288, HIDDEN), (BF16, 48, HIDDEN), (BF16, 48, HIDDEN))),
@@ -46,11 +46,14 @@ KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "down": ("residual", ((Q5, HIDDEN, MLP),)),
     "attention_in": ("store", ((Q4, 7168, HIDDEN), (Q5, 7168, HIDDEN))),
     "head": ("store", ((Q6, 248320, HIDDEN),)),
+    "w8_gate_up": ("swiglu", ((W8, 2 * MLP, HIDDEN),)),
+    "w8_down": ("residual", ((W8, HIDDEN, MLP),)),
+    "bf16_in": ("store", ((BF16, 16384, HIDDEN),)),
     # Next to no bytes: what a launch costs.
     "small_store": ("store", ((Q4, 16896, 256),)),
     "small_residual": ("residual", ((Q5, HIDDEN, 1024),)),
 }
-BITS = {Q4: 4, Q5: 5, Q6: 6, BF16: 16}
+BITS = {Q4: 4, Q5: 5, Q6: 6, W8: 8, BF16: 16}
 LAYER = ("gdn_in", "out", "gate_up", "down")
 
 
@@ -285,9 +288,9 @@ def main() -> None:
         changes = {key: int(value) for key, value in (item.split("=") for item in text.split(",") if item)}
 
         def tuned(
-            device: CudaDevice, tiles: int, n_tile_rows: int, has_w8: bool, changes: dict[str, int] = changes
+            device: CudaDevice, size: int, n_tile_rows: int, has_w8: bool, changes: dict[str, int] = changes
         ) -> LinearSmallTuning:
-            return dataclasses.replace(linear_small_tuning(device, tiles, n_tile_rows, has_w8), **changes)
+            return dataclasses.replace(linear_small_tuning(device, size, n_tile_rows, has_w8), **changes)
 
         setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - the lab's own geometry in the product's place
         print(text or "table", flush=True)

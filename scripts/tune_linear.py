@@ -1,10 +1,11 @@
 """Choose the geometry of linear_small on the card at hand, and write it into the card's tuning file.
 
-    python -m scripts.tune_linear [--columns 8,16,32] [--write]
+    python -m scripts.tune_linear [--sizes 4,8,16,32] [--write FILE]
 
-Every candidate is timed per launch of a 27B layer, in chains over distinct weights (``lab_linear``). Launches are put
-in two classes as the table does, by tile rows; the candidate with the least time over a class wins, if its results are
-right. Candidates that do not fit a class are left out.
+Every candidate is checked and timed per launch of a 27B layer, in chains over distinct weights (``lab_linear``).
+Launches are put in two classes as the table does, by tile rows. The best few of both classes are then timed together,
+in the chain of a layer, because launches overlap; the pair with the least time is chosen. Size 4 is timed with one
+column.
 """
 
 from __future__ import annotations
@@ -12,112 +13,242 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from ninfer_format.errors import NinferError
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.ops import linear_small
-from ninfer_runtime.backends.cuda.ops.linear_small import Workspace, kernel_spec, workspace_bytes
+from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Workspace, kernel_spec
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER, LinearSmallTuning
 from scripts import lab_linear
-from scripts.lab_linear import KINDS, Lab, chain, clocks
+from scripts.lab_linear import KINDS, LAYER, WORKSPACE_BYTES, Lab, chain, clocks
 
 MIN_LARGE_TILE_ROWS = 640
-CLASSES = {MIN_LARGE_TILE_ROWS: ("gdn_in", "gate_up", "attention_in"), 0: ("out", "down")}
+CLASSES = {MIN_LARGE_TILE_ROWS: ("gdn_in", "gate_up"), 0: ("out", "down")}
 WHOLE = 101_376
 LARGEST_ERROR = 1.0
+FINALISTS = 3
+TIMED_COLUMNS = {4: 1}
+PLAIN = LinearSmallTuning(48, 0, 8, 1, 1, 1, WHOLE, 12, 0)  # of sizes that are not timed
+
+# By size and class: warps, tile rows, blocks, blocks that registers are limited for, most stages, activation columns
+# that are staged, phases, sums of groups, activations 1 ahead or 2 shared.
+SHAPES: dict[int, dict[int, tuple[tuple[int, ...], ...]]] = {
+    4: {
+        MIN_LARGE_TILE_ROWS: (
+            (16, 1, 1, 2, 12, 0, 1, 1, 0),
+            (12, 1, 1, 2, 12, 0, 1, 1, 0),
+            (8, 2, 1, 2, 12, 0, 1, 1, 1),
+            (8, 2, 1, 2, 12, 0, 1, 1, 0),
+            (8, 2, 1, 2, 12, 0, 1, 0, 1),
+            (8, 2, 2, 2, 4, 0, 1, 1, 1),
+            (8, 2, 2, 2, 4, 0, 1, 1, 0),
+            (8, 2, 2, 2, 4, 0, 1, 0, 1),
+            (16, 1, 1, 1, 12, 0, 1, 1, 1),
+            (16, 1, 1, 1, 4, 0, 1, 0, 1),
+            (16, 1, 1, 1, 4, 0, 2, 0, 1),
+        ),
+        0: (
+            (16, 1, 1, 2, 12, 0, 1, 1, 0),
+            (16, 1, 1, 2, 12, 0, 4, 1, 0),
+            (16, 1, 1, 2, 12, 0, 8, 1, 0),
+            (12, 1, 1, 2, 12, 0, 4, 0, 0),
+            (16, 1, 1, 1, 4, 0, 1, 0, 1),
+            (16, 1, 1, 1, 4, 0, 4, 0, 1),
+            (16, 1, 1, 1, 4, 0, 8, 0, 1),
+            (16, 1, 1, 1, 4, 0, 8, 1, 1),
+            (8, 2, 1, 2, 12, 0, 8, 0, 1),
+            (8, 2, 1, 2, 12, 0, 4, 0, 1),
+            (8, 2, 2, 2, 4, 0, 8, 0, 1),
+        ),
+    },
+    8: {
+        MIN_LARGE_TILE_ROWS: (
+            (8, 2, 2, 2, 4, 0, 1, 0, 1),
+            (8, 2, 2, 2, 4, 0, 1, 1, 1),
+            (8, 2, 1, 2, 12, 0, 1, 0, 1),
+            (16, 1, 1, 1, 4, 0, 1, 0, 1),
+        ),
+        0: (
+            (16, 1, 1, 1, 4, 0, 1, 0, 1),
+            (16, 1, 1, 1, 4, 0, 4, 0, 1),
+            (8, 2, 1, 2, 12, 0, 4, 0, 1),
+            (8, 2, 2, 2, 4, 0, 2, 0, 1),
+        ),
+    },
+    16: {
+        MIN_LARGE_TILE_ROWS: (
+            (8, 4, 1, 1, 12, 0, 1, 0, 1),
+            (8, 2, 1, 1, 12, 0, 1, 0, 1),
+            (12, 2, 1, 1, 12, 0, 1, 0, 1),
+            (16, 1, 1, 1, 12, 0, 1, 0, 1),
+            (8, 2, 1, 1, 12, 0, 1, 0, 2),
+            (8, 2, 2, 2, 12, 0, 1, 0, 2),
+            (16, 1, 1, 1, 12, 0, 1, 0, 2),
+        ),
+        0: (
+            (8, 2, 1, 1, 12, 0, 1, 0, 2),
+            (8, 2, 2, 2, 12, 0, 1, 0, 2),
+            (16, 1, 1, 1, 12, 0, 1, 0, 2),
+            (8, 2, 1, 1, 12, 0, 1, 0, 1),
+            (8, 2, 1, 1, 12, 0, 2, 0, 1),
+            (16, 1, 1, 1, 12, 0, 1, 0, 1),
+            (16, 1, 1, 1, 12, 0, 2, 0, 1),
+        ),
+    },
+    32: {
+        MIN_LARGE_TILE_ROWS: (
+            (8, 2, 1, 1, 12, 0, 1, 0, 1),
+            (8, 2, 1, 1, 12, 0, 1, 0, 2),
+            (16, 1, 1, 1, 12, 128, 1, 0, 1),
+        ),
+        0: (
+            (8, 2, 1, 1, 12, 0, 1, 0, 2),
+            (8, 2, 1, 1, 12, 0, 1, 0, 1),
+            (8, 2, 1, 1, 12, 0, 2, 0, 1),
+            (16, 1, 1, 1, 12, 128, 1, 0, 1),
+        ),
+    },
+}
 
 
-def candidates(columns: int) -> list[LinearSmallTuning]:
-    """What is worth trying at ``columns`` columns."""
-    shapes = {
-        8: [(8, 2, 2, 2, 4, 0), (16, 1, 1, 1, 3, 0), (16, 1, 1, 1, 12, 0), (8, 1, 2, 2, 6, 0), (8, 2, 1, 2, 12, 0)],
-        16: [(12, 2, 1, 1, 12, 0), (16, 1, 1, 1, 12, 0), (8, 2, 1, 1, 12, 0), (16, 1, 1, 1, 12, 256)],
-        32: [(8, 2, 1, 1, 12, 0), (16, 1, 1, 1, 12, 128), (8, 1, 1, 1, 12, 0)],
-    }
+def candidates(size: int, min_tile_rows: int) -> list[LinearSmallTuning]:
+    """What is worth trying for launches of a class and size."""
     made = []
-    for warps, tile_rows, blocks, min_blocks, stages, x_columns in shapes[columns]:
-        for early in (1, 0) if columns == 8 else (1,):
-            made.append(
-                LinearSmallTuning(columns, 0, warps, tile_rows, blocks, min_blocks, WHOLE, stages, x_columns, early)
-            )
+    for *shape, phases, sums, ahead in SHAPES[size][min_tile_rows]:
+        warps, rows, blocks, min_blocks, stages, x_columns = shape
+        geometry = (warps, rows, blocks, min_blocks, WHOLE, stages, x_columns)
+        how = {"phases": phases, "group_sums": sums, "x_ahead": ahead % 2, "shared_x": ahead // 2}
+        made.append(LinearSmallTuning(size, min_tile_rows, *geometry, **how))
     return made
+
+
+def describe(choice: LinearSmallTuning) -> str:
+    """A candidate in a line."""
+    return (
+        f"{choice.warps:2d}w x{choice.tile_rows} {choice.blocks_per_sm}/{choice.min_blocks} blocks "
+        f"{choice.max_stages:2d} stages x{choice.x_columns} {choice.phases} phases sums {choice.group_sums} "
+        f"ahead {choice.x_ahead} shared {choice.shared_x}"
+    )
 
 
 def specs(lab: Lab, choice: LinearSmallTuning, kinds: tuple[str, ...]) -> Iterator[KernelSpec]:
     """The variants of a candidate."""
     for kind in kinds:
-        formats = frozenset(matrix.tile for matrix in lab.weights[kind][0])
+        matrices = lab.weights[kind][0]
+        formats = frozenset(matrix.tile for matrix in matrices)
         with contextlib.suppress(NinferError):
-            yield kernel_spec(formats, KINDS[kind][0], choice.columns // 8, choice)
+            yield kernel_spec(formats, KINDS[kind][0], choice.columns, choice, matrices[0].k_padded)
 
 
-def time_kind(lab: Lab, arena: Arena, workspace: Workspace, kind: str, choice: LinearSmallTuning) -> float:
-    """Microseconds of a launch; NinferError or ValueError when it does not fit or its results are wrong."""
-    setattr(linear_small, "linear_small_tuning", lambda *_: choice)  # noqa: B010 - this geometry in the product's place
-    ops = lab.ops(arena, workspace, kind, choice.columns)
-    error = lab.check(ops[0], choice.columns)
-    if not 0 <= error <= LARGEST_ERROR:
-        raise ValueError(f"error {error}")
-    full = lab.time_us(chain(lab, ops, choice.columns, 3))
-    # One column is what a single request decodes with; its class also serves up to eight.
-    return full if choice.columns > 8 else (3 * lab.time_us(chain(lab, ops, 1, 3)) + full) / 4
+class Tuner:
+    """Times candidates with one arena."""
 
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.arena = Arena(lab.device, WORKSPACE_BYTES)
+        self.workspace = Workspace(self.arena, WORKSPACE_BYTES)
+        self.workspace.clear(lab.device, lab.stream)
 
-def best_of_class(lab: Lab, columns: int, min_tile_rows: int, kinds: tuple[str, ...]) -> LinearSmallTuning | None:
-    """The fastest candidate over ``kinds``; prints all of them."""
-    best: tuple[float, LinearSmallTuning] | None = None
-    for choice in candidates(columns):
-        arena = Arena(lab.device, workspace_bytes(lab.device) + (32 << 20))
-        workspace = Workspace(arena, workspace_bytes(lab.device))
-        workspace.clear(lab.device, lab.stream)
-        text = (
-            f"{choice.warps} warps x {choice.tile_rows}, {choice.blocks_per_sm} blocks (of {choice.min_blocks}), "
-            f"{choice.max_stages} stages, x {choice.x_columns}, early {choice.release_early}"
-        )
-        try:
-            times = {kind: time_kind(lab, arena, workspace, kind, choice) for kind in kinds}
-        except (NinferError, ValueError) as error:
-            print(f"{columns:3d} columns  {text}: {error}", flush=True)
-        else:
-            print(f"{columns:3d} columns  {text}: " + "  ".join(f"{k} {t:.1f}" for k, t in times.items()), flush=True)
-            if best is None or sum(times.values()) < best[0]:
-                best = sum(times.values()), dataclasses.replace(choice, min_tile_rows=min_tile_rows)
-        arena.close()
-    return best[1] if best else None
+    def ops(self, kind: str, choice: LinearSmallTuning) -> list[LinearSmall]:
+        """Launches of a kind with this geometry."""
+
+        def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool) -> LinearSmallTuning:
+            return choice if size == choice.columns else PLAIN
+
+        setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - in the product's place
+        return [
+            LinearSmall(self.lab.device, self.arena, matrices, KINDS[kind][0], choice.columns, self.workspace)
+            for matrices in self.lab.weights[kind]
+        ]
+
+    def time_kind(self, kind: str, choice: LinearSmallTuning) -> float:
+        """Microseconds of a launch; NinferError or ValueError when it does not fit or its results are wrong."""
+        ops = self.ops(kind, choice)
+        error = self.lab.check(ops[0], choice.columns)
+        if not 0 <= error <= LARGEST_ERROR:
+            raise ValueError(f"error {error}")
+        return self.lab.time_us(chain(self.lab, ops, TIMED_COLUMNS.get(choice.columns, choice.columns), 2))
+
+    def finalists(self, size: int, min_tile_rows: int, kinds: tuple[str, ...]) -> list[LinearSmallTuning]:
+        """The fastest candidates over ``kinds``; prints all of them."""
+        found: list[tuple[float, int, LinearSmallTuning]] = []
+        for i, choice in enumerate(candidates(size, min_tile_rows)):
+            try:
+                times = {kind: self.time_kind(kind, choice) for kind in kinds}
+            except (NinferError, ValueError) as error:
+                print(f"{size:3d}  {describe(choice)}: {error}", flush=True)
+            else:
+                print(
+                    f"{size:3d}  {describe(choice)}: " + "  ".join(f"{k} {t:.1f}" for k, t in times.items()), flush=True
+                )
+                found.append((sum(times.values()), i, choice))
+        return [choice for _, _, choice in sorted(found)[:FINALISTS]]
+
+    def best_pair(self, size: int) -> tuple[float, LinearSmallTuning, LinearSmallTuning] | None:
+        """The geometries of both classes with the least time of a layer."""
+        classes = [self.finalists(size, rows, kinds) for rows, kinds in CLASSES.items()]
+        columns, pairs = TIMED_COLUMNS.get(size, size), []
+        for i, pair in enumerate(itertools.product(*classes)):
+            ops = {
+                kind: self.ops(kind, choice)
+                for choice, kinds in zip(pair, CLASSES.values(), strict=True)
+                for kind in kinds
+            }
+            n = min(len(members) for members in ops.values())
+            layers = [ops[kind][j % len(ops[kind])] for j in range(max(n, 6)) for kind in LAYER]
+            us = self.lab.time_us(chain(self.lab, layers, columns, 2)) * len(LAYER)
+            pairs.append((us, i, pair))
+            print(f"{size:3d}  layer {us:.1f}: {describe(pair[0])} | {describe(pair[1])}", flush=True)
+        if not pairs:
+            return None
+        us, _, (large, small) = min(pairs)
+        return us, large, small
 
 
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--columns", default="8,16,32")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--sizes", default="4,8,16,32")
+    parser.add_argument("--write", type=Path, help="where the card's tuning file goes")
     options = parser.parse_args()
-    kinds = [kind for members in CLASSES.values() for kind in members]
-    lab = Lab(kinds, 1)
-    lab_linear.WARM_UP_SECONDS, lab_linear.SAMPLES = 0.05, 5
-    print(f"{lab.device.name}, read {lab.read_gbps:.0f} GB/s", flush=True)
-    columns = [int(text) for text in options.columns.split(",")]
-    lab.device.prepare(
-        dict.fromkeys(
-            spec
-            for n in columns
-            for choice in candidates(n)
-            for members in CLASSES.values()
-            for spec in specs(lab, choice, members)
-        )
-    )
-    chosen = [best_of_class(lab, n, rows, members) for n in columns for rows, members in CLASSES.items()]
+    start = time.perf_counter()
+    sizes = [int(text) for text in options.sizes.split(",")]
+    lab_linear.LEAST_CHAIN_BYTES = 260_000_000
+    lab = Lab([kind for members in CLASSES.values() for kind in members], 1)
+    lab_linear.WARM_UP_SECONDS, lab_linear.SAMPLES = 0.03, 5
+    print(f"{lab.device.name}, read {lab.read_gbps:.0f} GB/s, {time.perf_counter() - start:.1f} s", flush=True)
+    wanted = {
+        spec: None
+        for size in sizes
+        for rows, members in CLASSES.items()
+        for choice in candidates(size, rows)
+        for spec in specs(lab, choice, members)
+    }
+    lab.device.prepare(wanted)
+    print(f"{len(wanted)} variants, {time.perf_counter() - start:.1f} s", flush=True)
+    for spec in wanted:
+        if local_bytes := lab.device.kernel(spec).attribute("LOCAL_SIZE_BYTES"):
+            print(f"spills {local_bytes} bytes: {spec.variant}")
+    tuner, chosen = Tuner(lab), []
+    for size in sizes:
+        best = tuner.best_pair(size)
+        if best is not None:
+            print(f"{size:3d}  CHOSEN {best[0]:.1f} us a layer, {time.perf_counter() - start:.1f} s", flush=True)
+            chosen += [best[1], best[2]]
     print("clocks", clocks())
-    file = FOLDER / f"{lab.device.arch}-{lab.device.n_sms}.json"
-    if options.write and all(chosen):
+    if options.write:
+        file = FOLDER / f"{lab.device.arch}-{lab.device.n_sms}.json"
         document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"linear_small": []}
-        others = [row for row in document["linear_small"] if row["columns"] not in columns]
-        document["linear_small"] = [dataclasses.asdict(row) for row in chosen if row] + others
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        others = [row for row in document["linear_small"] if row["columns"] not in sizes]
+        document["linear_small"] = [dataclasses.asdict(row) for row in chosen] + others
+        options.write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -107,6 +107,7 @@ struct LinearSmallParams {
     int n_out[MATRICES];       // rows of the result
     int n_tiles[MATRICES];
     int k_steps[MATRICES];
+    uint32_t k_steps_inverse[MATRICES];  // 2^32 / k_steps, rounded up
     int first_unit[MATRICES];  // of absent matrices: past the end
     uint32_t unit_weight[MATRICES];
     uint32_t first_weight[MATRICES];  // weight of the units before the matrix

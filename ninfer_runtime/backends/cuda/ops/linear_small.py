@@ -24,6 +24,7 @@ Epilogue = Literal["store", "swiglu", "residual", "mixed"]
 MAX_MATRICES = 4
 MAX_COLUMNS = 48
 TOKEN_TILE = 8
+FEW_COLUMNS = 4  # of the smallest variant
 MAX_BLOCK_SHARED = 101_376
 SUMS_TILES = 2  # as in the kernel
 EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual", "mixed")  # numbered as in the kernel
@@ -47,6 +48,7 @@ class LinearSmallParams(ctypes.Structure):
         ("n_out", ctypes.c_int32 * MAX_MATRICES),
         ("n_tiles", ctypes.c_int32 * MAX_MATRICES),
         ("k_steps", ctypes.c_int32 * MAX_MATRICES),
+        ("k_steps_inverse", ctypes.c_uint32 * MAX_MATRICES),
         ("first_unit", ctypes.c_int32 * MAX_MATRICES),
         ("unit_weight", ctypes.c_uint32 * MAX_MATRICES),
         ("first_weight", ctypes.c_uint32 * MAX_MATRICES),
@@ -109,18 +111,60 @@ def step_bytes(tile: TileFormat) -> int:
     return tile.block_bytes if tile.group else tile.block_bytes // 2
 
 
-def token_tiles(n_columns: int) -> int:
-    """Tiles of eight token columns."""
-    return -(-n_columns // TOKEN_TILE)
+def size_of(n_columns: int) -> int:
+    """The size of variant that ``n_columns`` columns take: 4, or whole tiles of eight."""
+    return FEW_COLUMNS if n_columns <= FEW_COLUMNS else -(-n_columns // TOKEN_TILE) * TOKEN_TILE
+
+
+def sizes(max_columns: int) -> list[int]:
+    """All sizes that up to ``max_columns`` columns take."""
+    return sorted({size_of(n) for n in range(1, max_columns + 1)})
+
+
+def _direct_spec(
+    formats: frozenset[TileFormat], epilogue: Epilogue, size: int, tuning: LinearSmallTuning, k_padded: int
+) -> KernelSpec:
+    few = size == FEW_COLUMNS
+    tiles = -(-size // TOKEN_TILE)
+    with_sums = tuning.group_sums and tiles == 1 and any(f.group == 64 for f in formats)
+    stage_bytes = tuning.warps * tuning.tile_rows * max(step_bytes(f) for f in formats)
+    late_warps = tuning.warps - tuning.warps // tuning.phases  # whose sums others add
+    phase_bytes = (2 if tiles == 1 else 1) * late_warps * tuning.tile_rows * tiles * (2 if few else 4) * 128
+    sums_bytes = k_padded // 64 * size * 4 if with_sums else 0
+    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - 4 * 32 * tuning.warps - phase_bytes - sums_bytes
+    shared_x = tuning.shared_x and tiles > 1
+    if shared_x:
+        stage_bytes += TOKEN_TILE * tiles * 2 * max(f.step if f.group else f.step // 2 for f in formats)
+    stages = min(budget // stage_bytes, tuning.max_stages)
+    if stages < 2:
+        raise UnsupportedError(f"linear_small tuning {tuning} leaves {stages} stages of {stage_bytes} bytes, 2 needed")
+    defines = (
+        ("FORMATS", sum(1 << f.code for f in formats)),
+        ("EPILOGUE", EPILOGUES.index(epilogue)),
+        ("NT", tiles),
+        ("FEW", int(few)),
+        ("MT", tuning.tile_rows),
+        ("PHASES", tuning.phases),
+        ("STAGES", stages),
+        ("GROUP_SUMS", int(with_sums)),
+        ("X_AHEAD", int(tuning.x_ahead and not shared_x)),
+        ("SHARED_X", int(shared_x)),
+        ("RELEASE_EARLY", tuning.release_early),
+    )
+    shared_bytes = stages * stage_bytes + phase_bytes + sums_bytes
+    return KernelSpec("linear_direct.cu", "linear_direct", defines, 32 * tuning.warps, shared_bytes, tuning.min_blocks)
 
 
 def kernel_spec(
-    formats: frozenset[TileFormat], epilogue: Epilogue, tiles: int, tuning: LinearSmallTuning
+    formats: frozenset[TileFormat], epilogue: Epilogue, size: int, tuning: LinearSmallTuning, k_padded: int
 ) -> KernelSpec:
-    """The variant for matrices of ``formats`` and 8 · ``tiles`` columns."""
+    """The variant for matrices of ``formats`` and up to ``size`` columns."""
+    if not tuning.x_columns:
+        return _direct_spec(formats, epilogue, size, tuning, k_padded)
+    tiles = -(-size // TOKEN_TILE)
     slot = max(step_bytes(f) for f in formats)
     sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
-    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes) if tuning.x_columns else 0
+    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
     stage_bytes = tuning.warps * tuning.tile_rows * slot
     static_bytes = 4 * (32 * tuning.warps + TOKEN_TILE * tiles)  # the kernel's own arrays
     budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes
@@ -141,9 +185,9 @@ def kernel_spec(
     )
 
 
-def _tuning(device: Device, matrices: Sequence[PackedMatrix], tiles: int) -> LinearSmallTuning:
+def _tuning(device: Device, matrices: Sequence[PackedMatrix], size: int) -> LinearSmallTuning:
     has_w8 = any(m.format == "W8G32_F16S" for m in matrices)
-    return linear_small_tuning(device, tiles, sum(m.n_tiles for m in matrices), has_w8)
+    return linear_small_tuning(device, size, sum(m.n_tiles for m in matrices), has_w8)
 
 
 def specs(
@@ -152,8 +196,8 @@ def specs(
     """Every variant that ``LinearSmall`` of these matrices may launch."""
     formats = frozenset(m.tile for m in matrices)
     return [
-        kernel_spec(formats, epilogue, tiles, _tuning(device, matrices, tiles))
-        for tiles in range(1, token_tiles(max_columns) + 1)
+        kernel_spec(formats, epilogue, size, _tuning(device, matrices, size), matrices[0].k_padded)
+        for size in sizes(max_columns)
     ]
 
 
@@ -227,20 +271,17 @@ class Workspace:
 
 def workspace_bytes(device: Device, max_columns: int = MAX_COLUMNS) -> int:
     """Bytes that launches of up to ``max_columns`` columns need on this device."""
-    warp_tiles = {
-        tiles: max(
-            row.blocks_per_sm * row.warps * row.tile_rows
-            for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm)
-            if row.columns >= TOKEN_TILE * tiles
-        )
-        for tiles in range(1, token_tiles(max_columns) + 1)
+    rows = tuning_rows(device.arch, device.n_sms, device.shared_per_sm)
+    tile_rows = {
+        size: max(r.blocks_per_sm * r.warps * r.tile_rows // r.phases for r in rows if r.columns >= size)
+        for size in sizes(max_columns)
     }
-    return max(device.n_sms * rows * tiles * 4 * 32 * 4 for tiles, rows in warp_tiles.items())
+    return max(device.n_sms * n * max(size, TOKEN_TILE) // 2 * 32 * 4 for size, n in tile_rows.items())
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a number of token tiles launches."""
+    """What a size launches."""
 
     spec: KernelSpec
     spans: Spans
@@ -271,16 +312,18 @@ class LinearSmall:
         self.matrices, self.epilogue, self.max_columns = tuple(matrices), epilogue, max_columns
         self._device, self._workspace = device, workspace
         formats = frozenset(m.tile for m in matrices)
-        self._variants: list[_Variant] = []
-        for tiles in range(1, token_tiles(max_columns) + 1):
-            tuning = _tuning(device, matrices, tiles)
-            spans = cut_spans(matrices, tuning.warps * tuning.tile_rows, device.n_sms * tuning.blocks_per_sm)
-            self._variants.append(_Variant(kernel_spec(formats, epilogue, tiles, tuning), spans))
+        self._variants: dict[int, _Variant] = {}
+        for size in sizes(max_columns):
+            tuning = _tuning(device, matrices, size)
+            block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
+            spans = cut_spans(matrices, block_tiles, device.n_sms * tuning.blocks_per_sm)
+            spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded)
+            self._variants[size] = _Variant(spec, spans)
 
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernel variants."""
-        return [variant.spec for variant in self._variants]
+        return [variant.spec for variant in self._variants.values()]
 
     @property
     def ss_parts(self) -> int:
@@ -310,7 +353,7 @@ class LinearSmall:
         assert len(outputs) == (0 if self.epilogue == "residual" else len(self.matrices))
         assert (residual is not None) == (self.epilogue == "residual")
         assert not (residual and rstd)
-        variant = self._variants[token_tiles(n_columns) - 1]
+        variant = self._variants[size_of(n_columns)]
         p, spans = LinearSmallParams(), variant.spans
         for i in range(len(self.matrices), MAX_MATRICES):
             p.first_unit[i], p.first_weight[i] = 2**31 - 1, 2**32 - 1
@@ -318,6 +361,7 @@ class LinearSmall:
             p.tiles[i], p.format[i] = matrix.pointer, matrix.tile.code
             p.n_out[i], p.n_tiles[i], p.k_steps[i] = matrix.n_outputs, matrix.n_tiles, k_steps(matrix)
             p.first_unit[i], p.first_weight[i] = spans.first_units[i], spans.first_weights[i]
+            p.k_steps_inverse[i] = -(-(1 << 32) // k_steps(matrix)) & 0xFFFFFFFF
             p.unit_weight[i], p.factor[i] = spans.unit_weights[i], matrix.sums_factor
         p.n_units = spans.n_units
         p.span_weight, p.span_rest = divmod(spans.total_weight, spans.n_blocks)

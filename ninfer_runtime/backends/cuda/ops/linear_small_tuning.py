@@ -9,7 +9,6 @@ from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.device import Device
 
 FOLDER = Path(__file__).parent.parent / "tuning"
-TOKEN_TILE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,11 @@ class LinearSmallTuning:
     max_stages     limit of ring stages
     x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from
                    global memory (L1) straight to registers, and warps never meet
+    phases         x_columns = 0: warps that share a tile row and take its steps in turn, a power of two
+    group_sums     x_columns = 0, up to 8 columns: 1: sums of a group's activations, which biased codes need, are made
+                   once per block; 0: with every group's products
+    shared_x       above 8 columns: 1: the warps of a block share activations in shared memory, a barrier per step
+    x_ahead        x_columns = 0: 1: activations are requested a step, above 8 columns a group, ahead of their use
     release_early  1: the launch behind may begin while this one still waits for the one ahead
     without_w8     1: not for launches with W8 matrices, whose operands take more registers than these leave
     """
@@ -39,6 +43,10 @@ class LinearSmallTuning:
     x_columns: int
     release_early: int = 1
     without_w8: int = 0
+    phases: int = 1
+    group_sums: int = 0
+    x_ahead: int = 1
+    shared_x: int = 0
 
 
 @cache
@@ -60,12 +68,12 @@ def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallT
         raise UnsupportedError(f"{file.name} is no tuning file of linear_small: {error}") from None
 
 
-def linear_small_tuning(device: Device, tiles: int, n_tile_rows: int, has_w8: bool = False) -> LinearSmallTuning:
-    """Geometry for 8 · ``tiles`` columns and matrices of ``n_tile_rows`` tile rows together."""
+def linear_small_tuning(device: Device, columns: int, n_tile_rows: int, has_w8: bool = False) -> LinearSmallTuning:
+    """Geometry for up to ``columns`` columns and matrices of ``n_tile_rows`` tile rows together."""
     for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm):
-        fits = row.columns >= TOKEN_TILE * tiles and row.min_tile_rows <= n_tile_rows
+        fits = row.columns >= columns and row.min_tile_rows <= n_tile_rows
         if fits and not (row.without_w8 and has_w8):
             return row
     raise UnsupportedError(
-        f"no tuning of linear_small for {TOKEN_TILE * tiles} columns and {n_tile_rows} tile rows on {device.name}"
+        f"no tuning of linear_small for {columns} columns and {n_tile_rows} tile rows on {device.name}"
     )
