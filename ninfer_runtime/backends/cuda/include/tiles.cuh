@@ -136,8 +136,8 @@ template <int WORDS>
 DEVICE void fp4_operand(uint32_t (&a)[4], const uint32_t (&words)[WORDS], int j, const uint32_t (&scales)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t scale = scales[i % 2];
-        a[i] = mul_bf16x2(fp4_codes(words, j, i), prmt(scale, scale, j / 2 ? 0x3232u : 0x1010u));
+        const uint32_t scale = j / 2 ? upper_twice(scales[i % 2]) : lower_twice(scales[i % 2]);
+        a[i] = mul_bf16x2(fp4_codes(words, j, i), scale);
     }
 }
 

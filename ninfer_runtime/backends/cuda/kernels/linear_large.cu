@@ -21,7 +21,7 @@
 
 // Stages that weights are asked into the L2 ahead of their use. Where few, long tiles are shared by blocks at different
 // places of K this hides the DRAM (7 % on an H200); elsewhere the instructions cost more than it brings.
-constexpr int L2_AHEAD = EPILOGUE == RESIDUAL ? 4 : 0;
+constexpr int L2_AHEAD = EPILOGUE == RESIDUAL && FORMAT != NVFP4 ? 4 : 0;  // NVFP4: registers
 constexpr int N_TILES = TOKENS / 8;
 
 static_assert(TOKENS % 32 == 0, "geometry");
