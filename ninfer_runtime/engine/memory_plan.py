@@ -165,20 +165,28 @@ def context_grid(model: BoundModel, config: EngineConfig, room: Room) -> Context
     return {kv_dtype: tuple(context(kv_dtype, n) for n in GRID_SEQUENCES) for kv_dtype in KV_FORMATS}
 
 
-def remedy(model: BoundModel, config: EngineConfig, room: Room) -> str | None:
-    """Flags, with values, that make the config fit; None when none do. A single flag is preferred."""
+def remedy(model: BoundModel, config: EngineConfig, room: Room, moved: str = "") -> str | None:
+    """Flags, with values, that make the config fit; None when none do. A single flag is preferred.
+
+    ``moved``: flags that the config has already beyond the user's.
+    """
     for changed, flags in _single_changes(config):
         if (left := room(changed)) is not None and left >= 0:
-            return flags
+            return f"{flags}{moved}"
     if (tokens := largest_context(model, config, room)) is not None:
-        return f"--max-context {tokens}"
+        return f"--max-context {tokens}{moved}"
     for kv_dtype in ("auto", *_SMALLER_KV):
         small = replace(config, max_concurrency=1, kv_dtype=kv_dtype, kv_capacity=None, prefill_chunk=_SMALLEST_CHUNK)
         small = replace(small, snapshots=0)
         if (tokens := largest_context(model, small, room)) is not None:
             context = f" --max-context {min(tokens, config.max_context)}"
-            return f"--max-concurrency 1 --kv-dtype {kv_dtype} --prefill-chunk {_SMALLEST_CHUNK}{context}"
-    return None
+            flags = f"--max-concurrency 1 --kv-dtype {kv_dtype} --prefill-chunk {_SMALLEST_CHUNK}{context}"
+            return f"{flags}{moved}"
+    if config.backend != "cuda" or (config.weight_residency == "ffn" and config.host_embedding):
+        return None
+    # Weights in host memory, and everything small besides.
+    away = replace(config, weight_residency="ffn", host_embedding=True)
+    return remedy(model, away, room, " --weight-residency ffn --host-embedding")
 
 
 _SMALLEST_CHUNK = PREFILL_CHUNK_MULTIPLE

@@ -46,7 +46,7 @@ def offloaded(
 
 
 def story(program: CudaProgram, model: BoundModel) -> list[Any]:
-    """Everything that a program says: rounds of several shapes, one launched ahead, with prompts in between."""
+    """Everything that a program says: rounds of several shapes, with prompts in between."""
     out: list[Any] = []
     last = {}
     for slot, n_tokens in ((0, 60), (1, 7)):
@@ -74,7 +74,7 @@ def drafting_story(program: CudaProgram, model: BoundModel) -> list[Any]:
     """Rounds that draft two tokens, one, or none, and verify them, also launched one ahead; prompts between them."""
     spoken = [
         speaking.speak(
-            cast(Any, program), random_ids(model, SEED, 40), 12, n_drafts=n, sampling=SAMPLED, one_ahead=ahead
+            cast(Any, program), random_ids(model, SEED, 40), 8, n_drafts=n, sampling=SAMPLED, one_ahead=ahead
         )
         for n, ahead in ((1, False), (2, True), (0, True))
     ]
