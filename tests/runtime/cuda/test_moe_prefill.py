@@ -165,6 +165,7 @@ def check_experts(rig: Rig, ids: Ints, logits: Floats, x: Floats, seed: int) -> 
     assert np.all(np.abs(found - residual - expected) <= error + 2.0**-22 * np.abs(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TILE_FORMATS)
 def test_formats_in_both_banks(name: str, fresh_seed: int) -> None:
     rng = np.random.default_rng(fresh_seed)

@@ -30,8 +30,8 @@ DEVICE void store_pair(uint16_t* row, int first, int n_rows, bool aligned, float
 // Two values of one token: upper belongs to row block_a + g, lower to block_b + g. Neighbouring rows meet in one lane:
 // even lanes end with rows (g, g + 1) of the first block, odd ones with rows (g - 1, g) of the second.
 DEVICE void store_rows(uint16_t* row, int block_a, int block_b, int n_rows, bool aligned, bool exists, float upper,
-                       float lower) {
-    const int g = static_cast<int>(lane_id()) >> 2;
+                       float lower, uint32_t lane = lane_id()) {
+    const int g = static_cast<int>(lane) >> 2;
     const bool odd = g & 1;
     const float received = shfl_xor(odd ? upper : lower, 4);
     if (exists)

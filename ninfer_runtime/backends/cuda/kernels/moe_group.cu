@@ -2,9 +2,9 @@
 // each, pair = K token + slot. Reference: backends/reference/moe.py; ids equal, shares within 1e-6, sums in fp32.
 //
 // moe_route   ids int32, shares fp32 [T][K] and the shared expert's share fp32 [T] from logits fp32 [T][logits_stride]
-//             (column N_EXPERTS: the shared expert's gate); histogram int32 [blocks][N_EXPERTS] of BLOCK_TOKENS tokens each
-// moe_group   pairs in the order of their experts, within an expert by token: order[place[pair]] = token. Columns of the
-//             grouped products: of every expert its pairs in runs of at most COLUMN_TOKENS.
+//             (column N_EXPERTS: the shared expert's gate); histogram int32 [blocks][N_EXPERTS] of BLOCK_TOKENS tokens
+// moe_group   pairs in the order of their experts, within an expert by token: order[place[pair]] = token. Columns of
+//             the grouped products: of every expert its pairs in runs of at most COLUMN_TOKENS.
 // moe_reduce  x[t] += sum over slots of share · routed[place[pair]], in slot order, + shared share · shared[t]
 // Arrays 16-byte aligned, HIDDEN a multiple of 8.
 #include "moe.cuh"

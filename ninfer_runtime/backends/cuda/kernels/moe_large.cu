@@ -2,8 +2,8 @@
 // SWIGLU silu(gate) · up of interleaved rows. A bank of experts in "tiles" (tiles.cuh); x bf16 [.][x_stride], with
 // GATHER row order[pair], without row `pair`; out bf16 [pairs][out_stride]. Pairs lie in the order of their experts
 // (moe_group.cu). Alignment: x 16 bytes, x_stride a multiple of 8, tiles 64 bytes, out 4 bytes, out_stride even;
-// columns of x from K up to the next multiple of 128 hold zeros. Reference: backends/reference/moe.py. Sums fp32 of exact
-// products, tolerance against float64 2e-6 |w||x| and one rounding of the output.
+// columns of x from K up to the next multiple of 128 hold zeros. Reference: backends/reference/moe.py. Sums fp32 of
+// exact products, tolerance against float64 2e-6 |w||x| and one rounding of the output.
 //
 // Work: (column, row tile), row tile minor. A column is up to TOKENS pairs of one expert, a row tile 256 of its rows: a
 // block computes one piece of work after the other, a warp two tile rows of it (tile_product.cuh), over as many token
@@ -22,7 +22,7 @@ constexpr int L2_AHEAD = 4;  // stages that weights are asked into the L2 ahead 
 constexpr int PASS_TILES = TOKENS_PER_PASS / 8;
 constexpr int PASSES = TOKENS / TOKENS_PER_PASS;
 
-static_assert(CHUNKS == PASSES && PASS_TILES == 2, "a chunk per pass");
+static_assert(CHUNKS == PASSES && PASS_TILES == 2 && TOKENS == 48, "a chunk per pass, the variants of compute");
 
 struct MoeLargeParams {
     const uint8_t* tiles;
@@ -105,14 +105,16 @@ DEVICE void start_copies(const MoeLargeParams& p, unsigned char* ring, const Wor
         const bool exists = at < work.n_pairs;
         own[i * THREADS] = exists ? static_cast<uint32_t>(GATHER ? p.order[pair] : pair) * p.x_stride * 2 : NO_TOKEN;
     }
-    const int lane = static_cast<int>(lane_id());
+    const int lane = thread % WARP_LANES;
     const uint8_t* scales = nullptr;  // a word of this lane's
     if (work.tile_row >= 0) {
         const uint8_t* rows[2] = {p.tiles + first_byte(p, work, 0), p.tiles + first_byte(p, work, 1)};
-        if (LaneWeights::STAGED_SCALES) scales = (lane < 16 ? rows[0] : rows[1]) + LaneWeights::Layout::SCALES_AT + lane % 16 * 4;
+        if (LaneWeights::STAGED_SCALES)
+            scales = (lane < 16 ? rows[0] : rows[1]) + LaneWeights::Layout::SCALES_AT + lane % 16 * 4;
         const int bytes = minimum(p.stages, L2_AHEAD) * ROW_STAGE_BYTES;
 #pragma unroll
         for (int m = 0; m < 2; ++m)
+#pragma unroll 1
             for (int at = lane * 128; at < bytes; at += WARP_LANES * 128) prefetch_l2(rows[m] + at);
     }
 #pragma unroll
@@ -127,7 +129,8 @@ DEVICE void start_copies(const MoeLargeParams& p, unsigned char* ring, const Wor
 
 template <int N>
 DEVICE void finish(const MoeLargeParams& p, const Work& work, const SumsOf<N>& sums) {
-    const int t = static_cast<int>(lane_id()) & 3;
+    const uint32_t lane = thread_index_anew() % WARP_LANES;
+    const int t = static_cast<int>(lane) & 3;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -142,18 +145,18 @@ DEVICE void finish(const MoeLargeParams& p, const Work& work, const SumsOf<N>& s
                 for (int half = 0; half < 2; ++half) values[m][half] = sums[m][n][2 * half + i] * p.factor;
             if (SWIGLU) {
                 store_rows(row, work.tile_row * 8, work.tile_row * 8 + 8, p.n_rows, true, exists,
-                           gated(values[0][0], values[0][1]), gated(values[1][0], values[1][1]));
+                           gated(values[0][0], values[0][1]), gated(values[1][0], values[1][1]), lane);
             } else {
 #pragma unroll
                 for (int m = 0; m < 2; ++m)
                     store_rows(row, (work.tile_row + m) * 16, (work.tile_row + m) * 16 + 8, p.n_rows, true, exists,
-                               values[m][0], values[m][1]);
+                               values[m][0], values[m][1], lane);
             }
         }
 }
 
 template <bool IDLE, int N>
-DEVICE void product(const MoeLargeParams& p, const Copies<N / PASS_TILES>& copies, uint32_t first_row,
+DEVICE void product(const MoeLargeParams& p, const Copies<ceil_div(N, PASS_TILES)>& copies, uint32_t first_row,
                     uint32_t second_row, unsigned char* ring, SumsOf<N>& sums) {
     if constexpr (MIN_BLOCKS > 1)
         multiply_sparing<IDLE, L2_AHEAD, N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
@@ -168,7 +171,7 @@ DEVICE void compute(const MoeLargeParams& p, unsigned char* ring) {
     SumsOf<N> sums;
     clear<N>(sums);
     {
-        const Copies<N / PASS_TILES> copies = {ring};
+        const Copies<ceil_div(N, PASS_TILES)> copies = {ring};
         const Work work = work_of(p, kept(ring, thread_index_anew())[INDEX * THREADS]);
         if (work.tile_row < 0)
             product<true, N>(p, copies, 0, 0, ring, sums);
@@ -190,13 +193,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_large(cons
     start_copies(p, ring, work_of(p, index));
     do {
         kept(ring, thread_index_anew())[INDEX * THREADS] = index;
-        const int n_passes = ceil_div(work_of(p, index).n_pairs, TOKENS_PER_PASS);
-        if (n_passes == 1)
-            compute<PASS_TILES>(p, ring);
-        else if (PASSES >= 2 && n_passes == 2)
-            compute<(PASSES < 2 ? PASSES : 2) * PASS_TILES>(p, ring);
+        const int n_tiles = ceil_div(work_of(p, index).n_pairs, 8);
+        if (n_tiles <= 2)
+            compute<2>(p, ring);
+        else if (n_tiles <= 4)
+            compute<4>(p, ring);
+        else if (MIN_BLOCKS > 1 && n_tiles == 5)
+            compute<(MIN_BLOCKS > 1 ? 5 : 6)>(p, ring);
         else
-            compute<PASSES * PASS_TILES>(p, ring);
+            compute<6>(p, ring);
         index = kept(ring, thread_index_anew())[INDEX * THREADS] + gridDim.x;
     } while (index < *p.n_columns * p.row_tiles);
 }
