@@ -12,7 +12,7 @@ import numpy as np
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.launch import CudaDevice
 from ninfer_runtime.backends.cuda.ops import linear_large
-from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill, PromptExperts
+from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill, PromptExperts, specs
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
 
@@ -64,6 +64,7 @@ class Lab:
         popular = skew * noise.standard_normal(EXPERTS + 1)
         self.logits = (noise.standard_normal((n_tokens, EXPERTS + 1)) + popular).astype(np.float32)
         linear_large.clear_workspace(device, workspace)
+        device.prepare(specs(self.layers[0]))
         self.ops = [
             MoePrefill(device, layer, self.memory, max_tokens=n_tokens, workspace=workspace) for layer in self.layers
         ]
