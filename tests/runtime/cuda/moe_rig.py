@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,6 @@ from ninfer_runtime.backends.cuda.ops.linear_small import Residual, RmsScale, Wo
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall, RoundExperts
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
-from tests.emulator.device import EmulatedDevice
 
 Floats = npt.NDArray[np.float64]
 EPSILON = 1e-6
@@ -53,7 +53,8 @@ class Shape:
 class MoeRig:
     """The layer's tensors and values, its working memory, and up to ``n_columns`` columns."""
 
-    def __init__(self, device: EmulatedDevice, shape: Shape, n_columns: int, seed: int) -> None:
+    def __init__(self, device: Any, shape: Shape, n_columns: int, seed: int) -> None:
+        """``device``: emulated, or a card with its ``put``, ``empty`` and ``get``."""
         self.device, self.shape, self.rng = device, shape, np.random.default_rng(seed)
         self.stream = device.stream()
         e, h, f, s = shape.n_experts, shape.hidden, shape.width, shape.shared_width
@@ -73,7 +74,6 @@ class MoeRig:
         self.memory = RoundExperts.take(arena, self.tensors, n_columns, 1)
         self._clear_inner(n_columns)
         self.op = MoeSmall(device, arena, self.tensors, self.memory, n_columns, workspace)
-        self.op.prepare()
 
     def _clear_inner(self, n_columns: int) -> None:
         """Padding columns of inner activations are zero; the rest is NaN until a launch writes it."""
@@ -163,17 +163,20 @@ class MoeRig:
     # ---- the float64 twin --------------------------------------------------------------------
     def expected_inner(self, x: Floats, ids: npt.NDArray[np.int32]) -> Floats:
         """[T, k, width] of normed columns x."""
-        gate = np.einsum("tkfh,th->tkf", self.gate_up[ids, 0], x)
-        up = np.einsum("tkfh,th->tkf", self.gate_up[ids, 1], x)
-        inner: Floats = silu(gate) * up
+        inner = np.empty((*ids.shape, self.shape.width))
+        for expert in np.unique(ids):
+            t, k = np.nonzero(ids == expert)
+            inner[t, k] = silu(x[t] @ self.gate_up[expert, 0].T) * (x[t] @ self.gate_up[expert, 1].T)
         return inner
 
     def expected_sum(
         self, h: Floats, shared_h: Floats, ids: npt.NDArray[np.int32], shares: Floats, own: Floats
     ) -> Floats:
         """[T, hidden] of inner activations."""
-        routed = np.einsum("tk,tknf,tkf->tn", shares, self.down[ids], h)
-        total: Floats = routed + own[:, None] * (shared_h @ self.shared_down.T)
+        total: Floats = own[:, None] * (shared_h @ self.shared_down.T)
+        for expert in np.unique(ids):
+            t, k = np.nonzero(ids == expert)
+            total[t] += shares[t, k, None] * (h[t, k] @ self.down[expert].T)
         return total
 
 
