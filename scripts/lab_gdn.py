@@ -26,8 +26,15 @@ READ_GBPS = 4390.0
 REPEATS = 5
 PREFILL_LAYERS = 16
 ROWS = (1, 2, 4, 8)
-VARIANTS = {"no hint": (0, True), "loads": (1, True), "loads, stores": (2, True), "not ahead": (1, False)}
-"""``hints`` and ``fetches_ahead`` of ``GdnDecode``."""
+VARIANTS = {
+    "ring": (1, True, 2),
+    "no hint": (0, True, 2),
+    "stores": (2, True, 2),
+    "ring of 1": (1, True, 1),
+    "no ring": (1, True, 0),
+    "not ahead": (1, False, 0),
+}
+"""``hints``, ``fetches_ahead`` and ``ring`` of ``GdnDecode``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,8 @@ class Lab:
         self.inputs = self.rig.inputs(random_projections(GEOMETRY, 1024, generator))
         self.out = self.rig.poisoned(1024 * GEOMETRY.value_width * 2)
         self.decodes = {
-            name: GdnDecode(self.device, GEOMETRY, hints=hints, fetches_ahead=ahead)
-            for name, (hints, ahead) in VARIANTS.items()
+            name: GdnDecode(self.device, GEOMETRY, hints=hints, fetches_ahead=ahead, ring=ring)
+            for name, (hints, ahead, ring) in VARIANTS.items()
         }
         self.fold = GdnFold(self.device, GEOMETRY)
         self.prefill = GdnPrefill(self.device, GEOMETRY)

@@ -50,6 +50,19 @@ DEVICE void load_state(GdnRows& s, const float* head, GdnLane at) {
         }
 }
 
+// A head that was copied into shared memory.
+DEVICE void take_state(GdnRows& s, const float* shared, GdnLane at) {
+    shared += at.offset();
+#pragma unroll
+    for (int r = 0; r < GDN_LANE_ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Float4 x = *reinterpret_cast<const Float4*>(shared + r * GDN_DIM + 32 * i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[r][4 * i + e] = x.v[e];
+        }
+}
+
 DEVICE void store_state(const GdnRows& s, float* head, GdnLane at) {
     head += at.offset();
 #pragma unroll
@@ -159,8 +172,8 @@ DEVICE void prefetch_state(const float* head) {
 
 // A head's part of the log in shared memory.
 struct GdnPending {
-    alignas(16) float key[LOG_COLUMNS][GDN_DIM], correction[LOG_COLUMNS][GDN_DIM];
-    float alpha[LOG_COLUMNS];
+    alignas(16) float key[MOST_PENDING][GDN_DIM], correction[MOST_PENDING][GDN_DIM];
+    float alpha[MOST_PENDING];
 };
 
 // Starts the copies; the caller waits for them.

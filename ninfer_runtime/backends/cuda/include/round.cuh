@@ -6,6 +6,7 @@ constexpr int MAX_ROWS = 8;
 constexpr int MAX_COLUMNS = 6;
 constexpr int MAX_STOP_IDS = 64;
 constexpr int LOG_COLUMNS = 12;
+constexpr int MOST_PENDING = 8;
 
 // RowStatus of backends/base.py.
 constexpr int STATUS_RUNNING = 0;

@@ -14,20 +14,19 @@ import numpy as np
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.gdn_state import DIM, HISTORY, TAPS, GdnGeometry, GdnLayerState, GdnStateLayout
-from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, MAX_COLUMNS, MAX_ROWS
+from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, MOST_PENDING
 
 _THREADS = 256
 _HEADS_PER_SM = 2
 """Blocks that the registers of a multiprocessor hold."""
 _HINTS = 1
 """Loads (1), loads and stores (2) of states tell L2 that they are not met again soon."""
-_FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 2 * MAX_COLUMNS, MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
-_FOLD_SHARED = LOG_COLUMNS * (2 * DIM + 1) * 4 + 16
-_DECODE_SHARED = (
-    max(_FOLD_SHARED, MAX_COLUMNS * (3 * DIM + 3) * 4 + 32)
-    + DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS)
-    + 16
-)
+_STATE_SHARED = DIM * DIM * 4
+_PENDING_SHARED = MOST_PENDING * (2 * DIM + 1) * 4
+_FOLD_SHARED = _PENDING_SHARED + 16
+_FLOAT_ROWS, _HEAD_ROWS, _LINE_ROWS = 4 * MAX_COLUMNS, 2 * MAX_COLUMNS + 1, TAPS + HISTORY + MAX_COLUMNS
+_COLUMN_SHARED = DIM * (4 * _FLOAT_ROWS + 2 * _HEAD_ROWS + 3 * 2 * _LINE_ROWS) + MAX_COLUMNS * 4 * 7
+_DECODE_SHARED = _PENDING_SHARED + _COLUMN_SHARED + 2 * 112 + 64
 
 FOLD_ENTRY = np.dtype([("slot", np.int32), ("n_columns", np.int32), ("buffer", np.int32), ("reserved", np.int32)])
 """One slot to flush: fold what is carried and the first ``n_columns`` columns of the newest round, whose window is
@@ -57,6 +56,7 @@ class GdnDecodeParams(ctypes.Structure):
         ("vz_stride", ctypes.c_int32),
         ("gate_stride", ctypes.c_int32),
         ("out_stride", ctypes.c_int32),
+        ("n_rows", ctypes.c_int32),
         ("n_columns", ctypes.c_int32),
         ("n_ahead", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
@@ -106,34 +106,44 @@ class GdnLayerWeights:
     norm: int
 
 
-def _spec(geometry: GdnGeometry, name: str, shared: int, hints: int = _HINTS) -> KernelSpec:
-    defines = (*geometry.defines, ("HINTS", hints), ("BLOCK_SHARED", shared))
+def _spec(geometry: GdnGeometry, name: str, shared: int, hints: int, ring: bool) -> KernelSpec:
+    defines = (*geometry.defines, ("HINTS", hints), ("RING", int(ring)), ("BLOCK_SHARED", shared))
     return KernelSpec(f"{name}.cu", name, defines, _THREADS, shared, _HEADS_PER_SM)
 
 
-def _decode_spec(geometry: GdnGeometry, hints: int = _HINTS) -> KernelSpec:
-    return _spec(geometry, "gdn_decode", _DECODE_SHARED, hints)
+def _decode_spec(geometry: GdnGeometry, ring: bool, hints: int = _HINTS) -> KernelSpec:
+    return _spec(geometry, "gdn_decode", _DECODE_SHARED + (_STATE_SHARED if ring else 0), hints, ring)
 
 
 def _fold_spec(geometry: GdnGeometry) -> KernelSpec:
-    return _spec(geometry, "gdn_fold", _FOLD_SHARED)
+    return _spec(geometry, "gdn_fold", _FOLD_SHARED, _HINTS, False)
 
 
 def specs(geometry: GdnGeometry) -> list[KernelSpec]:
     """Every variant of rounds and flushes."""
-    return [_decode_spec(geometry), _fold_spec(geometry)]
+    return [_decode_spec(geometry, False), _decode_spec(geometry, True), _fold_spec(geometry)]
 
 
 class GdnDecode:
     """One layer of a round: convolution, gates, recurrence and gated norm in one launch."""
 
     def __init__(
-        self, device: Device, geometry: GdnGeometry, *, hints: int = _HINTS, fetches_ahead: bool = True
+        self,
+        device: Device,
+        geometry: GdnGeometry,
+        *,
+        hints: int = _HINTS,
+        fetches_ahead: bool = True,
+        ring: int = _HEADS_PER_SM,
     ) -> None:
+        """``ring``: blocks per SM that take head after head where not all have room at once; 0: a block each."""
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
-        self._n_ahead = _HEADS_PER_SM * device.n_sms if fetches_ahead else 0
-        self._kernel = device.kernel(_decode_spec(geometry, hints))
+        self._n_resident = _HEADS_PER_SM * device.n_sms
+        self._n_ahead = self._n_resident if fetches_ahead else 0
+        self._single = device.kernel(_decode_spec(geometry, False, hints))
+        self._n_ring = ring * device.n_sms
+        self._ring = device.kernel(_decode_spec(geometry, True, hints))
 
     def launch(
         self,
@@ -179,11 +189,16 @@ class GdnDecode:
             inputs.vz_stride or 2 * g.value_width,
             inputs.gate_stride or g.value_heads,
             out_stride or g.value_width,
+            n_rows,
             n_columns,
             self._n_ahead,
             g.norm_eps,
         )
-        self._kernel.launch((g.value_heads, n_rows, 1), params, stream, pdl=pdl)
+        n_units = g.value_heads * n_rows
+        if self._n_ring and n_units > self._n_resident:
+            self._ring.launch((self._n_ring, 1, 1), params, stream, pdl=pdl)
+        else:
+            self._single.launch((n_units, 1, 1), params, stream, pdl=pdl)
 
 
 def fold_entries(entries: Sequence[tuple[int, int, int]]) -> "np.ndarray[tuple[int], np.dtype[np.void]]":

@@ -20,7 +20,7 @@ from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_format.model_geometry import TextGeometry
 from ninfer_runtime.backends.cuda.arena import ALIGNMENT
-from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, MAX_COLUMNS
+from ninfer_runtime.backends.cuda.ops.round_state import LOG_COLUMNS, MAX_COLUMNS, MOST_PENDING
 
 DIM: Final = 128
 TAPS: Final = 4
@@ -168,4 +168,4 @@ class Carrying:
         """Most columns that a state may lack behind a round, its own not counted: the following ones must have room."""
         if n_rows * self.value_heads <= self.heads_at_once:
             return 0
-        return max(0, min(MOST_CARRIED, LOG_COLUMNS - n_columns - self.max_columns))
+        return max(0, min(MOST_CARRIED, MOST_PENDING - n_columns, LOG_COLUMNS - n_columns - self.max_columns))
