@@ -15,7 +15,7 @@ import torch
 
 from ninfer_runtime.backends.cuda.device import Stream
 from ninfer_runtime.backends.cuda.launch import CudaDevice
-from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnFold, fold_entries
+from ninfer_runtime.backends.cuda.ops.gdn_decode import GdnDecode, GdnFold, fold_entries, specs
 from ninfer_runtime.backends.cuda.ops.gdn_prefill import GdnPrefill, workspace_bytes
 from ninfer_runtime.backends.cuda.ops.gdn_state import GdnGeometry
 from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE
@@ -96,13 +96,12 @@ class Lab:
         self.device.fill(self.rig.records, 0, 8 * layout.record_bytes_per_slot, self.stream)
         self.inputs = self.rig.inputs(random_projections(GEOMETRY, 1024, generator))
         self.out = self.rig.poisoned(1024 * GEOMETRY.value_width * 2)
+        self.device.prepare([spec for hints in (0, 1, 2) for spec in specs(GEOMETRY, hints)])
         self.decodes = {
             name: GdnDecode(self.device, GEOMETRY, hints=hints, fetches_ahead=ahead, ring=ring)
             for name, (hints, ahead, ring) in VARIANTS.items()
         }
         self.fold = GdnFold(self.device, GEOMETRY)
-        self.prefill = GdnPrefill(self.device, GEOMETRY)
-        self.workspace = self.device.allocate(workspace_bytes(GEOMETRY, 1024))
 
     def time(self, label: str, work: Callable[[], None], launches: int, n_bytes: int = 0) -> None:
         """Print one line."""
@@ -119,13 +118,13 @@ class Lab:
                 weights=self.rig.weights, state=state, out=self.out,
             )  # fmt: skip
 
-    def chunk(self, n_tokens: int, parts: tuple[str, ...]) -> None:
+    def chunk(self, prefill: GdnPrefill, workspace: int, n_tokens: int, parts: tuple[str, ...]) -> None:
         """Prefill of some layers; ``parts`` of ``GdnPrefill`` are left out."""
         for i in range(PREFILL_LAYERS):
             state = self.rig.layout.layer(i, self.rig.states, self.rig.records)
-            self.prefill.launch(
+            prefill.launch(
                 self.stream, n_tokens=n_tokens, slot=0, inputs=self.inputs, weights=self.rig.weights, out=self.out,
-                state=state, workspace=self.workspace, skip=parts,
+                state=state, workspace=workspace, skip=parts,
             )  # fmt: skip
 
 
@@ -158,11 +157,12 @@ def time_flushes(lab: Lab) -> None:
 
 def time_prefill(lab: Lab) -> None:
     """Calls of several lengths, and one kernel at a time."""
+    prefill, workspace = GdnPrefill(lab.device, GEOMETRY), lab.device.allocate(workspace_bytes(GEOMETRY, 1024))
     for n_tokens in (1, 64, 256, 512, 1024):
-        lab.time(f"prefill of {n_tokens}", partial(lab.chunk, n_tokens, ()), PREFILL_LAYERS)
+        lab.time(f"prefill of {n_tokens}", partial(lab.chunk, prefill, workspace, n_tokens, ()), PREFILL_LAYERS)
     for part in ("chunks", "state", "output"):
         others = tuple(name for name in ("chunks", "state", "output") if name != part)
-        lab.time(f"prefill of 1024, {part} alone", partial(lab.chunk, 1024, others), PREFILL_LAYERS)
+        lab.time(f"prefill of 1024, {part} alone", partial(lab.chunk, prefill, workspace, 1024, others), PREFILL_LAYERS)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,9 @@ def _fold_spec(geometry: GdnGeometry) -> KernelSpec:
     return _spec(geometry, "gdn_fold", _FOLD_SHARED, _HINTS, False)
 
 
-def specs(geometry: GdnGeometry) -> list[KernelSpec]:
+def specs(geometry: GdnGeometry, hints: int = _HINTS) -> list[KernelSpec]:
     """Every variant of rounds and flushes."""
-    return [_decode_spec(geometry, False), _decode_spec(geometry, True), _fold_spec(geometry)]
+    return [_decode_spec(geometry, False, hints), _decode_spec(geometry, True, hints), _fold_spec(geometry)]
 
 
 class GdnDecode:
