@@ -50,12 +50,18 @@ class RingLayout:
     @property
     def is_moving(self) -> bool:
         """Whether anything is copied: not where every layer has a slot of its own."""
-        return len(self.layers) > self.n_slots
+        return bool(self.moving)
 
     @property
     def copied_bytes(self) -> int:
         """Of one pass."""
-        return sum(half.n_bytes for layer in self.layers for half in layer.halves) if self.is_moving else 0
+        return sum(half.n_bytes for k in self.moving for half in self.layers[k].halves)
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Numbers of the layers that share their slot, and are copied in every pass."""
+        following = following_users(len(self.layers), self.n_slots)
+        return tuple(k for k in range(len(self.layers)) if following[k] != k)
 
 
 class NetworkUse(Protocol):
@@ -172,7 +178,7 @@ class Ring:
         """What the copies of a pass take alone; nothing else may be running."""
         begin, end = self._device.event(timing=True), self._device.event(timing=True)
         begin.record(self._copies)
-        for k in range(len(self.layout.layers)):
+        for k in self.layout.moving:
             for which in (GATE_UP, DOWN):
                 self._copy(k, which)
         end.record(self._copies)

@@ -100,6 +100,30 @@ def test_progress_adds_up_and_nothing_stays_allocated(
     assert device.free_bytes() == before
 
 
+@pytest.mark.parametrize("lent_bytes", [24_576, 24_575])
+def test_memory_that_is_lent_stages_where_it_is_enough(
+    tmp_path: Path, device: EmulatedDevice, content: np.ndarray, lent_bytes: int
+) -> None:
+    target, lent = device.allocate(FILE_BYTES), device.allocate(24_576)
+    before, seen = device.free_bytes(), set[int]()
+
+    def upload(begin: int) -> Upload:
+        n_bytes = min(8192, FILE_BYTES - begin)
+
+        def finish(staging: int, stream: Stream) -> None:
+            seen.add(staging)
+            assert device.free_bytes() == before - (0 if lent_bytes == 24_576 else 24_576)
+            device.copy(target + begin, staging, n_bytes, stream)
+
+        return Upload(str(begin), (Piece(begin, n_bytes, 0),), 8192, finish)
+
+    uploads = [upload(begin) for begin in range(0, FILE_BYTES, 8192)]
+    load(device, tmp_path / "file", uploads, readers=2, chunk_bytes=4096, lent=(lent, lent_bytes))
+    assert (seen == {lent, lent + 8192, lent + 16_384}) == (lent_bytes == 24_576)
+    assert device.free_bytes() == before
+    assert np.array_equal(downloaded(device, target, FILE_BYTES), content)
+
+
 def test_no_uploads_are_no_work(tmp_path: Path, device: EmulatedDevice, content: np.ndarray) -> None:
     assert load(device, tmp_path / "file", [Upload("none", ())]).n_bytes == 0
 
