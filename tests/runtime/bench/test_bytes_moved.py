@@ -9,6 +9,7 @@ from ninfer_format.errors import UsageError
 from ninfer_format.inventory import plan_inventory
 from ninfer_format.model_geometry import TextGeometry
 from ninfer_format.recipes import published_geometry
+from ninfer_runtime.backends.cuda.planned import planned_model
 from ninfer_runtime.bench import bytes_moved
 
 DENSE = "qwen3.6-27b/groupwise-int"
@@ -31,6 +32,13 @@ MOE_OBJECTS = plan_inventory(MOE).objects
 def test_weights_of_one_token(identity: str, megabytes: int) -> None:
     text = published_geometry(identity).text
     assert bytes_moved.weight_bytes(plan_inventory(identity).objects, text) / 1e6 == pytest.approx(megabytes, rel=2e-3)
+
+
+def test_weights_of_one_token_in_w8_are_a_byte_and_a_sixteenth_each() -> None:
+    objects = planned_model("qwen3.6-27b/w8").artifact.objects
+    gates = 48 * 2 * 48 * 5120  # a and b stay BF16
+    weights = bytes_moved.matrix_flops(DENSE_OBJECTS, DENSE_TEXT, head=True) // 2 - gates
+    assert bytes_moved.weight_bytes(objects, DENSE_TEXT) == pytest.approx(weights * 17 / 16 + 2 * gates, rel=1e-6)
 
 
 def test_launches_of_the_dense_model_read_what_their_matrices_hold() -> None:
@@ -97,6 +105,8 @@ def test_rows_share_weights_and_nothing_else() -> None:
     many = bytes_moved.round_bytes(DENSE_OBJECTS, DENSE_TEXT, [1000] * 8, "int8", 32)
     assert many.weights == one.weights
     assert (many.states, many.keys_values) == (8 * one.states, 8 * one.keys_values)
+    read = bytes_moved.round_bytes(DENSE_OBJECTS, DENSE_TEXT, [1000], "int8", state_writes=0)
+    assert (read.states, one.states) == (bytes_moved.state_bytes(DENSE_TEXT), 2 * read.states)
 
 
 @pytest.mark.parametrize(("n_columns", "experts"), [(4, 30), (8, 57), (16, 102), (32, 163), (64, 222)])
