@@ -58,6 +58,13 @@ def test_eight_heads_to_a_group_with_six_columns(device: EmulatedDevice, storage
     check(device, (8, 1), storage, [Row(130, 6)], 6, fresh_seed)
 
 
+@pytest.mark.parametrize("storage", PLAIN, ids=str)
+def test_more_query_rows_than_fit_are_taken_in_two_passes(
+    device: EmulatedDevice, storage: Storage, fresh_seed: int
+) -> None:
+    check(device, (8, 1), storage, [Row(61, 7), Row(130, 3), Row(0, 0), Row(62, 5)], 7, fresh_seed)
+
+
 @pytest.mark.parametrize("storage", [*PLAIN, *ROTATED], ids=str)
 @pytest.mark.parametrize("q", [1, 4])
 def test_rows_of_very_different_length_and_frozen_ones(

@@ -27,6 +27,8 @@ struct AttentionDecodeParams {
     int lowest;      // index of the first key that is seen
     int rotates;
     float eps;
+    int row_columns;   // of a row in qk, gv and out; the launch takes COLUMNS of them
+    int first_column;  // from this one on: those before it are cached by now
 };
 
 constexpr int ROWS = RATIO * COLUMNS;  // query rows per KV head, row = column * RATIO + head of the group
@@ -43,8 +45,8 @@ DEVICE void load_spans(const AttentionDecodeParams& p, RowSpan* spans) {
     if (row < MAX_ROWS) {
         RowSpan span = {0, 0, 0};
         if (row < p.n_rows) {
-            span.start = p.rows[row].start;
-            span.n_columns = p.rows[row].n_columns;
+            span.start = p.rows[row].start + p.first_column;
+            span.n_columns = minimum(p.rows[row].n_columns - p.first_column, COLUMNS);
         }
         if (span.n_columns > 0) span.n_units = ceil_div(span.start + span.n_columns, STAGE_KEYS);
         spans[row] = span;

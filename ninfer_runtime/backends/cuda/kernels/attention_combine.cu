@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
     STATIC_SHARED(float, stats[SUMS * 2]);
     STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
-    const int column = static_cast<int>(blockIdx.y), row_index = column / COLUMNS, i = column % COLUMNS;
+    const int row_index = static_cast<int>(blockIdx.y) / COLUMNS, i = static_cast<int>(blockIdx.y) % COLUMNS;
+    const int column = row_index * p.row_columns + p.first_column + i;
     const int head = static_cast<int>(blockIdx.x) / (HEAD_DIM / COMBINE_DIMS);
     const int first_dim = static_cast<int>(blockIdx.x) % (HEAD_DIM / COMBINE_DIMS) * COMBINE_DIMS;
     const int thread = static_cast<int>(threadIdx.x);

@@ -1,7 +1,8 @@
 // Partial results of softmax(q k / 16) v for the columns of a round, keys and values in pages, D = 256: norm and rotation of
 // q and k, append of the new tokens, split-KV; one wave of blocks, each with an equal share of the (row, KV head, STAGE_KEYS
 // keys) units. attention_combine.cu merges them.
-// qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; T = n_rows * COLUMNS. INT8: q as 16-bit integers per
+// qk, gv bf16 [T][stride], 16-byte aligned, strides multiples of 8; T = n_rows * row_columns, of which COLUMNS of each row
+// are taken. INT8: q as 16-bit integers per
 // 64 dims (two s8 products), v as fp16; FP6: fp16 products, exact values of k scaled per 64 dims; BF16: bf16 products. fp32
 // accumulation and softmax to base 2. Where `rotates`, q, k and v are times the Walsh-Hadamard matrix.
 // Reference backends/reference/attention.py; tolerance 1 % of the largest output, see specs/kernels.md.
@@ -10,7 +11,9 @@
 #include "attention_round.cuh"
 
 constexpr int TILES = ceil_div(ROWS, 16);
-constexpr int WARPS = 8;
+constexpr int WARPS = 8;                        // of a team; teams have their own tiles, and share keys and values
+constexpr int TEAMS = THREADS / (WARPS * WARP_LANES);
+constexpr int TEAM_TILES = TILES / TEAMS;
 constexpr int CHUNKS = KEY_BYTES / 16;  // per key
 constexpr int SCALE_BYTES = KV_QUANTIZED ? STAGE_KEYS * GROUPS * 2 : 0;
 constexpr int KEY_STRIDE = KEY_BYTES + (KV_FP6 ? 16 : 0);  // of keys in a stage: rows of FP6 lie 20 banks apart
@@ -36,17 +39,22 @@ constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
 constexpr float WEIGHT_SHIFT = KV_QUANTIZED ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 // As many as registers allow without spills, found with the compiler.
-constexpr int UNROLL_V = TILES == 3 ? 1 : TILES == 2 || RATIO == 6 ? 4 : 2;
+constexpr int UNROLL_V = TEAM_TILES == 3 ? 1 : TEAM_TILES == 2 || RATIO == 6 ? 4 : 2;
 
-static_assert(THREADS == WARPS * WARP_LANES, "eight warps");
+static_assert(THREADS == TEAMS * WARPS * WARP_LANES && TILES == TEAMS * TEAM_TILES, "every team has as many tiles");
 static_assert(PAGE_TOKENS % STAGE_KEYS == 0, "a stage lies in one page");
 static_assert(ROWS <= 48 && WARP_KEY_TILES >= 1, "at most three tiles, eight keys per warp or more");
 
-// Where 16 bytes of a key or value lie in a stage.
-DEVICE int k_place(int key, int chunk) { return key * KEY_STRIDE + 16 * (KV_FP6 ? chunk : chunk ^ (key & 1) << 2); }
+// Divisions are of unsigned numbers throughout: of signed ones they take three instructions.
+DEVICE int team_warp() { return static_cast<int>(threadIdx.x / WARP_LANES % WARPS); }
 
-DEVICE int v_place(int key, int chunk) {
-    const int quad = key >> 2 & 3;
+DEVICE int first_tile() { return static_cast<int>(threadIdx.x / WARP_LANES / WARPS * TEAM_TILES); }
+
+// Where 16 bytes of a key or value lie in a stage.
+DEVICE uint32_t k_place(uint32_t key, uint32_t chunk) { return key * KEY_STRIDE + 16 * (KV_FP6 ? chunk : chunk ^ (key & 1) << 2); }
+
+DEVICE uint32_t v_place(uint32_t key, uint32_t chunk) {
+    const uint32_t quad = key >> 2 & 3;
     return key * KEY_BYTES + 16 * (KV_FP6 ? chunk ^ quad : KV_INT8 ? chunk ^ quad << 1 : chunk ^ ((key & 1) | quad << 1));
 }
 
@@ -101,27 +109,31 @@ DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
 
 template <bool IS_K>
 DEVICE void request_plane(uint8_t* plane, const int* page_table, const uint8_t* codes, const uint16_t* scales,
-                          const Source& source, const volatile int* nought) {
-    constexpr int STAGE_CHUNKS = STAGE_KEYS * CHUNKS;
-    const int thread = static_cast<int>(threadIdx.x) + *nought, n_keys = source.n_keys;
-    const int64_t row = kv_row(page_table[source.page_entry], N_KV_HEADS, source.head, source.token_in_page);
+                          const Source& source, const volatile uint32_t* nought) {
+    constexpr uint32_t STAGE_CHUNKS = STAGE_KEYS * CHUNKS;
+    const uint32_t thread = threadIdx.x + *nought;
+    const int n_keys = source.n_keys;
+    const int64_t row =
+        static_cast<int64_t>(page_table[source.page_entry] * N_KV_HEADS + source.head) * PAGE_TOKENS + source.token_in_page;
     const uint8_t* const from = codes + row * KEY_BYTES + 16 * thread;
 #pragma unroll
-    for (int n = 0; n < ceil_div(STAGE_CHUNKS, THREADS); ++n) {
-        const int index = thread + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
+    for (uint32_t n = 0; n < (STAGE_CHUNKS + THREADS - 1) / THREADS; ++n) {
+        const uint32_t index = thread + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
         if (STAGE_CHUNKS % THREADS != 0 && index >= STAGE_CHUNKS) break;
-        cp_async_16_zfill(plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk)), from + 16 * n * THREADS, key < n_keys);
+        cp_async_16_zfill(plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk)), from + 16 * n * THREADS,
+                          static_cast<int>(key) < n_keys);
     }
     if (KV_QUANTIZED && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
-        const int group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
+        const uint32_t group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
         cp_async_16_zfill(plane + SCALES_AT + 16 * thread,
-                          scales + scale_index(row, source.token_in_page, group) + key, key < n_keys);
+                          scales + scale_index(row, source.token_in_page, static_cast<int>(group)) + key,
+                          static_cast<int>(key) < n_keys);
     }
 }
 
 // Turns of the row's columns; text positions: all axes equal.
 DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) {
-    const int first = p.rows[row].start + p.rows[row].rope_delta;
+    const int first = p.rows[row].start + p.rows[row].rope_delta + p.first_column;
     for (int index = static_cast<int>(threadIdx.x); index < COLUMNS * PAIRS; index += THREADS)
         turns[index] = turn_of(static_cast<float>(first + index / PAIRS) * p.rope->frequency[index % PAIRS]);
 }
@@ -129,7 +141,7 @@ DEVICE void compute_turns(const AttentionDecodeParams& p, int row, Turn* turns) 
 // A query row as the products want it: INT8 codes of 16 bits as high and low bytes, each [16 * TILES][HEAD_DIM], and one
 // scale; FP6: fp16 words; BF16 words.
 DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* scales, int row) {
-    const int lane = lane_id();
+    const uint32_t lane = lane_id();
 #if KV_INT8
     constexpr float QUERY_STEPS = 127.0f * 256.0f;
     const float largest = magnitude<HEAD_DIM>(x);
@@ -156,7 +168,8 @@ DEVICE void store_query(const float (&x)[LANE_DIMS], uint8_t* queries, float* sc
 // A new token's key or value through the codec: into its page, and into `fresh` for the stage that it belongs to.
 DEVICE void store_new(const AttentionDecodeParams& p, const float (&x)[LANE_DIMS], const Cursor& at, int column,
                       bool is_k, uint8_t* fresh) {
-    const int lane = lane_id(), token = at.start + column, index = (is_k ? 0 : COLUMNS) + column;
+    const uint32_t lane = lane_id();
+    const int token = at.start + column, index = (is_k ? 0 : COLUMNS) + column;
     const int64_t row = kv_row(p.page_table[at.row * p.pages_per_row + token / PAGE_TOKENS], N_KV_HEADS, at.head,
                                token % PAGE_TOKENS);
     uint8_t* const copy = fresh + index * KEY_BYTES;
@@ -181,15 +194,15 @@ DEVICE void take_projections(const AttentionDecodeParams& p, const Cursor& at, c
     };
     const auto load = [&](int task) -> uint4 {
         if (task >= n_tasks) return {0, 0, 0, 0};
-        const int64_t column = at.row * COLUMNS + column_of(task);
+        const int64_t column = at.row * p.row_columns + p.first_column + column_of(task);
         const int head = task < n_queries ? at.head * RATIO + task % RATIO : N_HEADS + at.head;
         const uint16_t* const from = task < n_queries + n_new ? p.qk + column * p.qk_stride : p.gv + column * p.gv_stride;
         return load_16(from + head * HEAD_DIM + LANE_DIMS * lane);
     };
     uint4 words = load(warp_index());
 #pragma unroll 1
-    for (int task = warp_index(); task < n_tasks; task += WARPS) {
-        const uint4 following = load(task + WARPS);
+    for (int task = warp_index(); task < n_tasks; task += TEAMS * WARPS) {
+        const uint4 following = load(task + TEAMS * WARPS);
         const int column = column_of(task);
         const bool is_q = task < n_queries, is_v = task >= n_queries + n_new;
         float x[LANE_DIMS];
@@ -273,11 +286,11 @@ struct Query {
 };
 
 // Scores over half of the head, to be scaled per row: rows g, g + 8 of each tile, keys 2t, 2t + 1 of the eight from `first` on.
-DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8_t* plane, int first, int part) {
+DEVICE void score(float (&s)[TEAM_TILES][4], const Query (&query)[TEAM_TILES], const uint8_t* plane, int first, int part) {
     const int g = lane_id() / 4, t = lane_id() % 4;
     const uint8_t* const row = plane + (first + g) * KEY_STRIDE + part * (KEY_BYTES / PARTS) + (KV_FP6 ? 12 : 16) * t;
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
+    for (int tile = 0; tile < TEAM_TILES; ++tile) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
 #pragma unroll
     for (int step = 0; step < Query::STEPS; ++step) {
 #if KV_QUANTIZED
@@ -291,7 +304,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
         for (int i = 0; i < 3; ++i) packed[i] = *reinterpret_cast<const uint32_t*>(row + 48 * step + 4 * i);
         unpack_fp6_key(packed, k);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < 4; ++i) mma_f16(sum, query[tile].word[2 * step + i / 2][i % 2], k[2 * i], k[2 * i + 1]);
@@ -301,7 +314,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
 #elif KV_INT8
         const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_place
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
             int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
             mma_s8(high, query[tile].word[step][0], k.x, k.y);
             mma_s8(low, query[tile].low[step][0], k.x, k.y);
@@ -314,7 +327,7 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
 #else
         const uint4 k = *reinterpret_cast<const uint4*>(row + (64 * step ^ 64 * (g & 1)));  // k_place
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
             mma_bf16(s[tile], query[tile].word[step][0], k.x, k.y);
             mma_bf16(s[tile], query[tile].word[step][1], k.z, k.w);
         }
@@ -323,45 +336,50 @@ DEVICE void score(float (&s)[TILES][4], const Query (&query)[TILES], const uint8
 }
 
 // The warp's keys of a stage: scores over its half of the head into scores[part][row][key].
-DEVICE void score_unit(float* scores, const Query (&query)[TILES], const uint8_t* plane) {
-    const int g = lane_id() / 4, t = lane_id() % 4, part = warp_index() % PARTS;
+DEVICE void score_unit(float* scores, const Query (&query)[TEAM_TILES], const uint8_t* plane) {
+    const int g = lane_id() / 4, t = lane_id() % 4, part = team_warp() % PARTS;
 #pragma unroll
     for (int n = 0; n < WARP_KEY_TILES; ++n) {
-        const int first = 8 * (WARP_KEY_TILES * (warp_index() / PARTS) + n);
-        float s[TILES][4];
+        const int first = 8 * (WARP_KEY_TILES * (team_warp() / PARTS) + n);
+        float s[TEAM_TILES][4];
         score(s, query, plane, first, part);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            float* const target = scores + (16 * (TILES * part + tile) + g) * SCORE_STRIDE + first + 2 * t;
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
+            float* const target = scores + (16 * (TILES * part + first_tile() + tile) + g) * SCORE_STRIDE + first + 2 * t;
             *reinterpret_cast<float2*>(target) = {s[tile][0], s[tile][1]};
             *reinterpret_cast<float2*>(target + 8 * SCORE_STRIDE) = {s[tile][2], s[tile][3]};
         }
     }
 }
 
-// The running softmax of the rows that a warp weighs: 2 (warp + 8 n) + lane / 16, sixteen lanes to a row.
+// The running softmax of the rows that a warp weighs: of its team's 2 (warp + 8 n) + lane / 16, sixteen lanes to a row.
 struct Softmax {
-    float largest[TILES];  // score so far
-    float sum[TILES];      // this lane's part of the weights
-    float scale[TILES];    // of the scores, to base 2
+    float largest[TEAM_TILES];  // score so far
+    float sum[TEAM_TILES];      // this lane's part of the weights
+    float scale[TEAM_TILES];    // of the scores, to base 2
 
-    DEVICE static int row_of(int n) { return 2 * (warp_index() + WARPS * n) + static_cast<int>(lane_id()) / 16; }
+    DEVICE static int row_of(int n) {
+        return 16 * first_tile() + 2 * (team_warp() + WARPS * n) + static_cast<int>(lane_id() / 16);
+    }
 
     // Scores into 16-bit weights; factors[row] is what earlier results shrink by.
     DEVICE void weigh(const float* scores, uint16_t* weights, float* factors, int first_key, int start, int lowest) {
-        const int lane = static_cast<int>(lane_id()) % 16;
+        const int lane = static_cast<int>(lane_id() % 16);
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+        for (int n = 0; n < TEAM_TILES; ++n) {
             const int row = row_of(n);
             const float* const at = scores + row * SCORE_STRIDE + ROW_KEYS * lane;
             float s[ROW_KEYS], now = largest[n];
 #pragma unroll
-            for (int i = 0; i < ROW_KEYS; ++i) {
-                s[i] = (at[i] + at[i + 16 * TILES * SCORE_STRIDE]) * scale[n];
-                const int key = first_key + ROW_KEYS * lane + i;
-                if (key > start + row / RATIO || key < lowest) s[i] = MASKED;
-                now = fmaxf(now, s[i]);
+            for (int i = 0; i < ROW_KEYS; ++i) s[i] = (at[i] + at[i + 16 * TILES * SCORE_STRIDE]) * scale[n];
+            if (first_key + STAGE_KEYS > start || first_key < lowest) {  // some row may not see them all
+                const int key = first_key + ROW_KEYS * lane, last = start + row / RATIO;
+#pragma unroll
+                for (int i = 0; i < ROW_KEYS; ++i)
+                    if (key + i > last || key + i < lowest) s[i] = MASKED;
             }
+#pragma unroll
+            for (int i = 0; i < ROW_KEYS; ++i) now = fmaxf(now, s[i]);
 #pragma unroll
             for (int mask = 8; mask > 0; mask >>= 1) now = fmaxf(now, shfl_xor(now, mask));
             const float factor = exp2_approx(largest[n] - now);
@@ -382,7 +400,7 @@ struct Softmax {
 
     DEVICE void store(float* stats) {
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+        for (int n = 0; n < TEAM_TILES; ++n) {
             float whole = sum[n];
 #pragma unroll
             for (int mask = 8; mask > 0; mask >>= 1) whole += shfl_xor(whole, mask);
@@ -394,11 +412,11 @@ struct Softmax {
 
 // acc = acc * factors + weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
 // 16 keys for k = 2t, 2t + 1, 2t + 8, 2t + 9. INT8: output column n of tile j is dim 4n + j; BF16: dim 8j + n.
-DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const float* factors, const uint8_t* plane) {
-    const int lane = lane_id(), warp = warp_index(), g = lane / 4, t = lane % 4;
+DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, const float* factors, const uint8_t* plane) {
+    const int warp = team_warp(), g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-        const float low = factors[16 * tile + g], high = factors[16 * tile + g + 8];
+    for (int tile = 0; tile < TEAM_TILES; ++tile) {
+        const float low = factors[16 * (first_tile() + tile) + g], high = factors[16 * (first_tile() + tile) + g + 8];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             acc[tile][j][0] *= low, acc[tile][j][1] *= low;
@@ -449,15 +467,15 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
 #else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = lane % 8, matrix = lane / 8, key = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
+            const int i = lane_id() % 8, matrix = lane_id() / 8, key = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
             uint32_t r[4];
             ldmatrix_x4_trans(r, plane + v_place(key, 4 * warp + 2 * half + matrix / 2));
             b[2 * half][0] = r[0], b[2 * half][1] = r[1], b[2 * half + 1][0] = r[2], b[2 * half + 1][1] = r[3];
         }
 #endif
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const uint16_t* const row = weights + (16 * tile + g) * WEIGHT_STRIDE + 16 * step + 4 * t;
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
+            const uint16_t* const row = weights + (16 * (first_tile() + tile) + g) * WEIGHT_STRIDE + 16 * step + 4 * t;
             const uint2 low = *reinterpret_cast<const uint2*>(row);
             const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * WEIGHT_STRIDE);
             const uint32_t a[4] = {low.x, high.x, low.y, high.y};
@@ -473,15 +491,15 @@ DEVICE void accumulate(float (&acc)[TILES][4][4], const uint16_t* weights, const
     }
 }
 
-DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
+DEVICE void store_partial(const float (&acc)[TEAM_TILES][4][4], float* partial) {
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
+    for (int tile = 0; tile < TEAM_TILES; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * tile + 8 * half + g;
+            const int row = 16 * (first_tile() + tile) + 8 * half + g;
             if (row >= ROWS) continue;
-            float* const target = partial + row * HEAD_DIM + 32 * warp_index();
+            float* const target = partial + row * HEAD_DIM + 32 * team_warp();
             const float(&a)[4][4] = acc[tile];
             const int i = 2 * half;
 #if KV_INT8
@@ -505,7 +523,7 @@ DEVICE void store_partial(const float (&acc)[TILES][4][4], float* partial) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
-    STATIC_SHARED(int, nought[1]);  // holds 0, which the compiler does not know: what depends on it is not kept in registers
+    STATIC_SHARED(uint32_t, nought[1]);  // holds 0, which the compiler does not know: what depends on it is not kept in registers
     STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
     STATIC_SHARED(float, factors[16 * TILES]);
     STATIC_SHARED(Cursor, current[1]);  // the segment being worked on: in registers it would be spilled
@@ -540,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         request_plane<true>(k_planes, p.page_table, p.k, p.k_scales, source, nought);
         cp_async_commit();
         request_plane<false>(v_planes, p.page_table, p.v, p.v_scales, source, nought);
-        if (TILES > 1) cp_async_commit();
+        if (TEAM_TILES > 1) cp_async_commit();
         if (n_units > 1) {
             next.advance(spans);
             source = source_of(p, next);
@@ -565,20 +583,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         take_projections(p, at, turns, maximum(0, first_key - at.start), minimum(at.n_columns, end_key - at.start), queries,
                          query_scales, fresh);
         __syncthreads();
-        Query query[TILES];
+        Query query[TEAM_TILES];
         Softmax softmax;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            query[tile].load(queries, tile, warp_index() % PARTS);
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
+            query[tile].load(queries, first_tile() + tile, team_warp() % PARTS);
             softmax.largest[tile] = NO_SCORE;
             softmax.sum[tile] = 0.0f;
             softmax.scale[tile] = KV_INT8  ? query_scales[Softmax::row_of(tile)]
                                   : KV_FP6 ? SCORE_SCALE * FP6_UNIT
                                            : SCORE_SCALE;
         }
-        float acc[TILES][4][4] = {};
+        float acc[TEAM_TILES][4][4] = {};
 
-        if constexpr (TILES == 1) {
+        if constexpr (TEAM_TILES == 1) {
             // Step j: the values of the segment's unit j are mixed beside the products of q and the keys of unit j + 1.
             for (int j = -1; j < end - done; ++j) {
                 const int unit = done + j, v_key = first_key + j * STAGE_KEYS, k_key = v_key + STAGE_KEYS;

@@ -49,6 +49,8 @@ class AttentionDecodeParams(ctypes.Structure):
         ("lowest", ctypes.c_int32),
         ("rotates", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("row_columns", ctypes.c_int32),
+        ("first_column", ctypes.c_int32),
     )
 
 
@@ -94,6 +96,11 @@ class _Shape:
         return self.shared_bytes_with(self.stage_keys)
 
     @property
+    def threads(self) -> int:
+        """Of a block: eight warps, and where there are two tiles, eight for each."""
+        return 512 if self.tiles == 2 else 256
+
+    @property
     def min_blocks(self) -> int:
         """Blocks per SM that registers allow; the grid is one wave of them."""
         return 2 if self.tiles == 1 else 1
@@ -106,12 +113,15 @@ _MOST_QUERY_ROWS = 48
 
 def most_columns(geometry: AttentionGeometry) -> int:
     """Columns per row that there are kernels for."""
-    return min(_MOST_COLUMNS, _MOST_QUERY_ROWS // geometry.ratio)
+    return _MOST_COLUMNS
 
 
-def _check_q(q: int) -> None:
+def _passes(geometry: AttentionGeometry, q: int) -> tuple[int, ...]:
+    """Columns that are taken at once: all, or about half, where all together have too many query rows."""
     if not 1 <= q <= _MOST_COLUMNS:
         raise ValueError(f"{q} columns per row, expected 1 to {_MOST_COLUMNS}")
+    n = -(-q * geometry.ratio // _MOST_QUERY_ROWS)
+    return tuple(q * (i + 1) // n - q * i // n for i in range(n))
 
 
 def _combine_dims(geometry: AttentionGeometry) -> int:
@@ -120,14 +130,13 @@ def _combine_dims(geometry: AttentionGeometry) -> int:
 
 
 def _specs(geometry: AttentionGeometry, q: int) -> tuple[KernelSpec, KernelSpec]:
-    _check_q(q)
     shape = _Shape(geometry, q)
     defines = (*geometry.defines, ("COLUMNS", q), ("STAGE_KEYS", shape.stage_keys))
     decode = KernelSpec(
         "attention_decode.cu",
         "attention_decode",
         defines,
-        256,
+        shape.threads,
         shape.shared_bytes,
         min_blocks=shape.min_blocks,
     )
@@ -147,7 +156,8 @@ def _specs(geometry: AttentionGeometry, q: int) -> tuple[KernelSpec, KernelSpec]
 
 def specs(geometry: AttentionGeometry, max_columns: int = MAX_COLUMNS) -> list[KernelSpec]:
     """Every variant for rounds of up to ``max_columns`` columns per row."""
-    return [spec for q in range(1, max_columns + 1) for spec in _specs(geometry, q)]
+    columns = {n for q in range(1, max_columns + 1) for n in _passes(geometry, q)}
+    return [spec for n in sorted(columns) for spec in _specs(geometry, n)]
 
 
 def _parts(geometry: AttentionGeometry, q: int, n_sms: int) -> int:
@@ -159,10 +169,19 @@ def workspace_bytes(
 ) -> int:
     """Bytes of ``workspace`` for rounds of up to these sizes; rounds and layers may share it, one after the other."""
     sizes = []
-    for q in range(1, max_columns + 1):
-        slots = _parts(geometry, q, n_sms) + max_rows * geometry.n_kv_heads
-        sizes.append(slots * _Shape(geometry, q).rows * (HEAD_DIM + 2) * _FLOAT)
+    for n in {n for q in range(1, max_columns + 1) for n in _passes(geometry, q)}:
+        slots = _parts(geometry, n, n_sms) + max_rows * geometry.n_kv_heads
+        sizes.append(slots * _Shape(geometry, n).rows * (HEAD_DIM + 2) * _FLOAT)
     return max(sizes)
+
+
+class _Pass:
+    """The kernels that take ``n`` columns of every row at once."""
+
+    def __init__(self, device: Device, geometry: AttentionGeometry, n: int) -> None:
+        self.n = n
+        self.n_parts = _parts(geometry, n, device.n_sms)
+        self.decode, self.combine = (device.kernel(spec) for spec in _specs(geometry, n))
 
 
 class AttentionDecode:
@@ -171,8 +190,7 @@ class AttentionDecode:
     def __init__(self, device: Device, geometry: AttentionGeometry, q: int) -> None:
         self._geometry = geometry
         self._q = q
-        self._n_parts = _parts(geometry, q, device.n_sms)
-        self._decode, self._combine = (device.kernel(spec) for spec in _specs(geometry, q))
+        self._passes = [_Pass(device, geometry, n) for n in _passes(geometry, q)]
 
     def launch(
         self,
@@ -205,34 +223,39 @@ class AttentionDecode:
         q_norm, k_norm bf16 [256], stored around zero; rope: ``rope_table`` on the device
         out            bf16 [n_rows · q][out_stride]: n_heads · 256 per row, zeros for columns that are not evaluated
         """
-        geometry, q = self._geometry, self._q
-        slots = self._n_parts + n_rows * geometry.n_kv_heads
-        stats = workspace + slots * geometry.ratio * q * HEAD_DIM * _FLOAT
-        params = AttentionDecodeParams(
-            rows,
-            page_table,
-            qk,
-            gv,
-            q_norm,
-            k_norm,
-            rope,
-            planes.k,
-            planes.v,
-            planes.k_scales,
-            planes.v_scales,
-            workspace,
-            stats,
-            out,
-            n_rows,
-            pages_per_row,
-            qk_stride,
-            gv_stride,
-            out_stride,
-            self._n_parts,
-            lowest,
-            geometry.rotation,
-            geometry.norm_eps,
-        )
-        self._decode.launch((self._n_parts, 1, 1), params, stream, pdl=pdl)
+        geometry, first_column = self._geometry, 0
         blocks_per_column = geometry.n_heads * HEAD_DIM // _combine_dims(geometry)
-        self._combine.launch((blocks_per_column, n_rows * q, 1), params, stream)
+        for step in self._passes:
+            slots = step.n_parts + n_rows * geometry.n_kv_heads
+            stats = workspace + slots * geometry.ratio * step.n * HEAD_DIM * _FLOAT
+            params = AttentionDecodeParams(
+                rows,
+                page_table,
+                qk,
+                gv,
+                q_norm,
+                k_norm,
+                rope,
+                planes.k,
+                planes.v,
+                planes.k_scales,
+                planes.v_scales,
+                workspace,
+                stats,
+                out,
+                n_rows,
+                pages_per_row,
+                qk_stride,
+                gv_stride,
+                out_stride,
+                step.n_parts,
+                lowest,
+                geometry.rotation,
+                geometry.norm_eps,
+                self._q,
+                first_column,
+            )
+            # A pass reads what the one before it appended: that is older than the merge between them.
+            step.decode.launch((step.n_parts, 1, 1), params, stream, pdl=pdl)
+            step.combine.launch((blocks_per_column, n_rows * step.n, 1), params, stream)
+            first_column += step.n
