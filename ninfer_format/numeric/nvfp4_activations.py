@@ -1,4 +1,4 @@
-"""Rows of activations as NVFP4: E2M1 codes and E4M3FN scales under a fixed divisor (specs/formats.md §9).
+"""Rows of activations as NVFP4: E2M1 codes and E4M3FN scales under a fixed divisor (specs/formats.md §10).
 
 The divisor belongs to the site, not to the row: a row's words depend on nothing but the row.
 """

@@ -68,7 +68,7 @@ class ProgramOptions:
     """How the arithmetic runs.
 
     nvfp4_activations  "a4": prompt chunks of more columns than a round has multiply NVFP4 matrices by rows quantized to
-                   NVFP4 (specs/formats.md §9); "auto": where the card has a product for it
+                   NVFP4 (specs/formats.md §10); "auto": where the card has a product for it
     weight_budget  bytes of decoded weights to keep resident, None = what fits
     kv_rotation    quantized keys and values are stored after a Walsh-Hadamard rotation of each head
     proposer       what drafts tokens; "none" takes no memory

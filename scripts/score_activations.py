@@ -1,0 +1,123 @@
+"""What NVFP4 activations in prompts cost: perplexity and logits of trained models with NVFP4 weights.
+
+    python scripts/score_activations.py [SOURCE…] [--documents 60] [--json]
+
+SOURCE is a folder as tests/oracle/train_tiny.py writes it (default: examples/tiny/dense). Held-out documents are scored
+in float32 arithmetic by the reference: rows as they are, rows quantized with divisors of 1 (a conversion without
+statistics), and with divisors measured on other documents. Errors of logits are against rows as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer_convert.pipeline import build
+from ninfer_convert.plan import BuildOptions, make_plan
+from ninfer_format.activation_stats import ActivationStats, dump_activation_stats
+from ninfer_runtime.backends.reference.input_statistics import InputStatistics
+from ninfer_runtime.config import EngineConfig, Nvfp4Activations
+from ninfer_runtime.engine.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+score_recipes = import_module("score_recipes")
+score_kv = import_module("score_kv")
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = "ninfer.activation-scores/1"
+SOURCE = ROOT / "examples" / "tiny" / "dense"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One way of multiplying: perplexity, change of the mean loss in percent, root mean square error of logits."""
+
+    rows: str
+    perplexity: float
+    loss_change: float
+    rms_logit_error: float
+
+
+def with_measured_divisors(source: Path, plain: Path, out: Path, texts: Sequence[list[int]]) -> None:
+    """Build ``out`` with the divisors that ``texts`` give the model ``plain``."""
+    with Engine.open(plain, EngineConfig(dtype="float32")) as engine:
+        program: Any = engine.program
+        statistics = InputStatistics(engine.artifact.objects.names(), channels=False)
+        with program.observing(statistics):
+            for ids in texts:
+                engine.teacher_forced_logits(ids)
+        of = (("0" * 64, sum(map(len, texts))),)
+        stats = ActivationStats(str(engine.artifact.identity), "float32", of[0][1], 2048, of, statistics.results())
+    path = out.with_suffix(".json")
+    path.write_bytes(dump_activation_stats(stats))
+    build(make_plan(BuildOptions(source, out, recipe="nvfp4", activation_stats=path)))
+
+
+def scores(source: Path, n_documents: int) -> list[Score]:
+    """Rows as they are, and both ways of quantizing them, on the same documents."""
+    texts = score_recipes.documents(source, 2 * n_documents)
+    texts, others = texts[:n_documents], texts[n_documents:]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, measured = Path(folder) / "plain.ninfer", Path(folder) / "measured.ninfer"
+        build(make_plan(BuildOptions(source, plain, recipe="nvfp4")))
+        with_measured_divisors(source, plain, measured, others)
+        ways: list[tuple[str, Path, Nvfp4Activations]] = [
+            ("as they are", plain, "a16"),
+            ("NVFP4, divisors 1", plain, "a4"),
+            ("NVFP4, measured divisors", measured, "a4"),
+        ]
+        exact: list[NDArray[np.float32]] = []
+        found: list[Score] = []
+        losses: list[float] = []
+        for name, artifact, activations in ways:
+            nats, n_tokens, squares, n_logits = 0.0, 0, 0.0, 0
+            config = EngineConfig(dtype="float32", nvfp4_activations=activations)
+            with Engine.open(artifact, config) as engine:
+                n_ids = engine.model.spec.n_addressable
+                for i, ids in enumerate(texts):
+                    logits = engine.teacher_forced_logits(ids)[:, :n_ids]
+                    nats, n_tokens = nats + score_kv.negative_log_likelihood(logits, ids), n_tokens + len(ids) - 1
+                    if len(exact) == i:
+                        exact.append(logits)
+                    squares += float(((logits - exact[i]).astype(np.float64) ** 2).sum())
+                    n_logits += logits.size
+            losses.append(nats / n_tokens)
+            change = 100 * (losses[-1] / losses[0] - 1)
+            found.append(Score(name, math.exp(losses[-1]), change, math.sqrt(squares / n_logits)))
+    return found
+
+
+def main() -> int:
+    """Print a table or a document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("sources", nargs="*", type=Path, metavar="SOURCE", default=[SOURCE])
+    parser.add_argument("--documents", type=int, default=60)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = {source.name: scores(source, args.documents) for source in args.sources}
+    if args.json:
+        document = {name: [asdict(score) for score in found] for name, found in results.items()}
+        print(json.dumps({"schema": SCHEMA, "documents": args.documents, "models": document}, indent=1))
+        return 0
+    for name, found in results.items():
+        print(f"{name:34} perplexity  loss        logits rms")
+        for score in found:
+            print(
+                f"  {score.rows:32} {score.perplexity:10.4f}  {score.loss_change:+8.3f} %  {score.rms_logit_error:.4f}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
