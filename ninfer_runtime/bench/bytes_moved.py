@@ -123,13 +123,14 @@ def round_bytes(
     kv_dtype: str,
     n_columns: int | None = None,
     touched: float | None = None,
+    state_writes: float = 1.0,
 ) -> RoundBytes:
     """One round whose rows have these contexts (tokens); ``n_columns`` in all, by default one per row; ``touched`` as
-    in ``weight_bytes``."""
+    in ``weight_bytes``. A state is read once and written ``state_writes`` times, on average over rounds."""
     n_rows = len(contexts)
     return RoundBytes(
         weights=weight_bytes(objects, text, n_rows if n_columns is None else n_columns, touched),
-        states=2 * n_rows * state_bytes(text),
+        states=round((1 + state_writes) * n_rows * state_bytes(text)),
         keys_values=round(sum(contexts) * kv_bytes_per_token(text, kv_dtype)),
     )
 

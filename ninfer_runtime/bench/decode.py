@@ -47,6 +47,21 @@ def distinct_routed(run: Running, n_columns: int) -> float | None:
     return float(np.mean([len(np.unique(ids)) for ids in layers])) if len(layers) else None
 
 
+@runtime_checkable
+class LeavesStates(Protocol):
+    """A program whose rounds do not write every recurrent state back."""
+
+    def bench_state_writes(self, n_rows: int, n_columns: int, committed: float) -> float:
+        """Writes of a state per round of this shape, where rounds commit so many columns on average."""
+
+
+def state_writes(run: Running, shape: "Shape", committed: float) -> float:
+    """Writes of a recurrent state per round of ``shape``."""
+    if not isinstance(run.program, LeavesStates):
+        return 1.0
+    return run.program.bench_state_writes(shape.rows, shape.columns, committed)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Rounds to time: rows × columns, every row at ``context`` tokens."""
@@ -185,7 +200,8 @@ def decode(run: Running, shape: Shape, seed: int) -> list[Result]:
     context = shape.context + WARM_UP_ROUNDS + shape.rounds / 2
     n_columns = shape.rows * shape.columns
     touched = distinct_routed(run, n_columns)
-    moved = round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, n_columns, touched)
+    written = state_writes(run, shape, shape.columns)
+    moved = round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, n_columns, touched, written)
     flops = n_columns * (matrix_flops(objects, text, head=True) + attention_flops(text, round(context), 1))
     emitted = sum(int(result.emitted.sum()) for result in times.results[WARM_UP_ROUNDS:])
     name = f"{run.identity}/c{shape.rows}{f'x{shape.columns}' if shape.columns > 1 else ''}/ctx{shape.context}"

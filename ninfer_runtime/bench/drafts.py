@@ -13,7 +13,7 @@ import numpy as np
 
 from ninfer_runtime.backends.base import Round, RoundResult, RowStatus, following
 from ninfer_runtime.bench.bytes_moved import draft_bytes, kv_bytes_per_token, recurrence_bytes, round_bytes
-from ninfer_runtime.bench.decode import WARM_UP_ROUNDS, RoundDriver, Shape
+from ninfer_runtime.bench.decode import WARM_UP_ROUNDS, RoundDriver, Shape, state_writes
 from ninfer_runtime.bench.ops import CHAIN_L2_SIZES, chain_seconds
 from ninfer_runtime.bench.report import Result
 from ninfer_runtime.bench.running import Running, in_range
@@ -77,9 +77,13 @@ def _drafts(run: Running, shape: Shape, seed: int, plain: float) -> list[Result]
     own = N_DRAFTS * draft_bytes(objects)
     n_attention = text.layer_kinds.count("attention")
     own += N_DRAFTS * shape.rows * context * kv_bytes_per_token(text, run.kv_dtype) // n_attention
-    moved = round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, shape.rows * shape.columns).total + own
     timed = results[WARM_UP_ROUNDS:]
     emitted = sum(int(result.emitted.sum()) for result in timed)
+    written = state_writes(run, shape, emitted / len(timed) / shape.rows)
+    n_columns = shape.rows * shape.columns
+    moved = (
+        round_bytes(objects, text, [context] * shape.rows, run.kv_dtype, n_columns, state_writes=written).total + own
+    )
     drafted = sum(int(result.drafted.sum()) for result in timed if result.drafted is not None)
     accepted = sum(int(result.accepted.sum()) for result in timed)
     mean, name = sum(seconds) / len(seconds), f"{run.identity}/c{shape.rows}/k{N_DRAFTS}"

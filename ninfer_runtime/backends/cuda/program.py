@@ -113,6 +113,7 @@ class CudaProgram:
             self._drafting = Drafting(device, self.stream, r, drafts, self._send)
             self._drafting.load(model)
         self._round_pass = RoundPass(device, r, spec, small, limits.max_columns, drafts)
+        self.bench_state_writes = self._round_pass.carrying.writes_per_round
         self._prompt_pass = PromptPass(device, r, spec, prompt, drafts)
         self._fold = GdnFold(device, r.gdn)
         self._copy_pages = CopyPages(device, r.kv)

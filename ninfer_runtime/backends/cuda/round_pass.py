@@ -83,8 +83,8 @@ class RoundPass:
         embedding = regions.weights.embedding
         held = 0 if regions.draft is None else regions.draft.memory.held
         self._states = GdnStateLayout(regions.gdn)
-        carrying = Carrying.of(self._states, regions.records, device.n_sms, n_columns)
-        self._begin = RoundBegin(device, regions.round_memory, regions.counts, held, carrying)
+        self.carrying = Carrying.of(self._states, regions.records, device.n_sms, n_columns)
+        self._begin = RoundBegin(device, regions.round_memory, regions.counts, held, self.carrying)
         self._embed = Embed(device, embedding.format, embedding.shape[0], embedding.shape[1], embedding.pointer)
         self._gdn = GdnDecode(device, regions.gdn)
         self._attention: Mapping[int, AttentionDecode] = {

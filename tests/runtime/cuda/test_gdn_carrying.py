@@ -100,6 +100,8 @@ def test_no_column_is_lost_or_overwritten_before_it_is_folded(bench: Bench, max_
 def test_states_are_written_back_where_few_heads_run(bench: Bench) -> None:
     slots = Slots(bench, 1, n_sms=6)
     assert [slots.carrying.limit(rows, 1) for rows in (1, 2, 3, 8)] == [0, 0, MOST_CARRIED, MOST_CARRIED]
+    assert [slots.carrying.writes_per_round(rows, 1, 1) for rows in (1, 8)] == [1, 1 / (1 + MOST_CARRIED)]
+    assert [Carrying(0, 0, 3, 1, 4).writes_per_round(8, 4, committed) for committed in (1.5, 3, 4)] == [1 / 3, 0.5, 0.5]
     round_ = make_round(np.zeros((2, 1), np.int32), (GREEDY,) * 2)
     slots.resolve(round_, [0, 0], [NO_BUFFER, NO_BUFFER])
     assert slots.resolve(round_, [1, 1], [1, 1])["keeps_state"].tolist() == [0, 0]

@@ -169,3 +169,7 @@ class Carrying:
         if n_rows * self.value_heads <= self.heads_at_once:
             return 0
         return max(0, min(MOST_CARRIED, MOST_PENDING - n_columns, LOG_COLUMNS - n_columns - self.max_columns))
+
+    def writes_per_round(self, n_rows: int, n_columns: int, committed: float) -> float:
+        """How often rounds that commit so many columns write a state, on average."""
+        return 1 / (1 + self.limit(n_rows, n_columns) // max(1.0, committed))
