@@ -11,6 +11,7 @@
 // a quad has the n-th's). How blocks share tiles: tile_pieces.cuh.
 #include "common.cuh"
 #include "tile_pieces.cuh"
+#include "tile_ring.cuh"
 #include "tiles.cuh"
 
 #ifndef TOKENS
@@ -29,20 +30,16 @@
 #define QUANTIZED 0
 #endif
 
-constexpr int WARPS = THREADS / WARP_LANES;
 constexpr int N_TILES = TOKENS / 8;
 constexpr int BLOCK_BYTES = Tile<NVFP4>::BLOCK_BYTES;  // of a tile row in a stage
-constexpr int WARP_BYTES = 2 * BLOCK_BYTES;
-constexpr int TOKENS_AT = WARPS * WARP_BYTES;          // in a stage
 constexpr int CODE_BYTES = 64;                         // of a token in a stage
-constexpr int SCALES_AT = TOKENS_AT + TOKENS * CODE_BYTES;
-constexpr int STAGE_BYTES = SCALES_AT + TOKENS * 8;
-constexpr int WEIGHT_CHUNKS = WARP_BYTES / 16;         // of a warp
-constexpr int TOKEN_CHUNKS = TOKENS * CODE_BYTES / 16 / THREADS;
+constexpr int SCALE_BYTES = 8;
+using Ring = RingLayout<BLOCK_BYTES, CODE_BYTES, SCALE_BYTES, TOKENS>;
+using Copies = RingCopies<Ring, BLOCK_BYTES, CODE_BYTES, SCALE_BYTES, TOKENS>;
 
-static_assert(THREADS == 256 && TOKENS % 64 == 0 && TOKENS <= THREADS, "geometry");
+static_assert(THREADS == 256, "eight warps");
 static_assert(Tile<NVFP4>::STEP == 128 && Tile<NVFP4>::SCALE_BYTES == 128, "a block per tile row and stage");
-static_assert(STAGES >= 2 && STAGES * STAGE_BYTES <= 101376, "shared memory");
+static_assert(STAGES >= 2 && STAGES * Ring::STAGE_BYTES <= 101376, "shared memory");
 static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
 
 struct LinearFp4Params {
@@ -69,55 +66,6 @@ struct LinearFp4Params {
 
 using Sums = SumsOf<N_TILES>;
 
-// The copying side of the ring: the warp's own weights, and this thread's part of the tokens.
-struct Copies {
-    const uint8_t* weights;  // this lane's first chunk of the next stage; null: none
-    int second_row;          // bytes from where the second tile row's block would follow the first's to where it lies
-    const uint8_t* codes;    // this thread's chunk of its first token
-    const uint8_t* scales;
-    int pass_bytes[TOKEN_CHUNKS];  // to its other tokens
-
-    DEVICE Copies(const LinearFp4Params& p, const Assignment& a, int token_tile, int stage) {
-        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
-        weights = nullptr;
-        second_row = 0;
-        if (a.matrix >= 0) {
-            const int64_t first = (static_cast<int64_t>(a.tile_row) * p.stages + stage) * BLOCK_BYTES;
-            weights = p.tiles[MATRICES == 1 ? 0 : a.matrix] + first + lane * 16;
-            second_row = a.tile_row + 1 < p.n_tile_rows[a.matrix] ? (p.stages - 1) * BLOCK_BYTES : -BLOCK_BYTES;
-        }
-        // Tokens that do not exist repeat the last one; their sums are not written.
-        const int last = p.n_tokens - 1, first_token = token_tile * TOKENS;
-        const int token = minimum(first_token + thread / 4, last);
-        codes = p.x + token * p.row_bytes + stage * CODE_BYTES + thread % 4 * 16;
-#pragma unroll
-        for (int i = 0; i < TOKEN_CHUNKS; ++i)
-            pass_bytes[i] = static_cast<int>((minimum(first_token + thread / 4 + 64 * i, last) - token) * p.row_bytes);
-        scales = p.x + minimum(first_token + thread % TOKENS, last) * p.row_bytes + p.stages * CODE_BYTES + stage * 8;
-    }
-
-    // Queues one stage and goes on to the next.
-    DEVICE void copy(unsigned char* slot) {
-        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
-        if (weights != nullptr) {
-            unsigned char* to = slot + warp_index() * WARP_BYTES + lane * 16;
-#pragma unroll
-            for (int first = 0; first < WEIGHT_CHUNKS; first += WARP_LANES) {
-                const int chunk = first + lane;
-                if (first + WARP_LANES <= WEIGHT_CHUNKS || chunk < WEIGHT_CHUNKS)
-                    cp_async_16(to + first * 16, weights + first * 16 + (chunk >= BLOCK_BYTES / 16 ? second_row : 0));
-            }
-            weights += BLOCK_BYTES;
-        }
-#pragma unroll
-        for (int i = 0; i < TOKEN_CHUNKS; ++i)
-            cp_async_16(slot + TOKENS_AT + (thread + i * THREADS) * 16, codes + pass_bytes[i]);
-        if (thread < TOKENS) cp_async_8(slot + SCALES_AT + thread * 8, scales);
-        codes += CODE_BYTES;
-        scales += 8;
-    }
-};
-
 // Operands B of the lane: words of both 64-column groups of four tiles of eight tokens.
 struct Tokens {
     uint4 words[4];
@@ -126,10 +74,10 @@ struct Tokens {
     DEVICE void load(const unsigned char* slot, int n0) {
         const int lane = static_cast<int>(lane_id());
         const int g = lane >> 2, t = lane & 3;
-        scales = *reinterpret_cast<const uint2*>(slot + SCALES_AT + ((n0 + t) * 8 + g) * 8);
+        scales = *reinterpret_cast<const uint2*>(slot + Ring::EXTRAS_AT + ((n0 + t) * 8 + g) * 8);
 #pragma unroll
         for (int n = 0; n < 4; ++n)
-            words[n] = *reinterpret_cast<const uint4*>(slot + TOKENS_AT + ((n0 + n) * 8 + g) * CODE_BYTES + t * 16);
+            words[n] = *reinterpret_cast<const uint4*>(slot + Ring::TOKENS_AT + Ring::chunk_at((n0 + n) * 8 + g, t));
     }
 };
 
@@ -147,7 +95,7 @@ DEVICE void multiply_tile(Sums& sums, int n0, int group, const uint32_t (&a)[2][
 DEVICE void multiply_stage(const unsigned char* slot, Sums& sums) {
     const int lane = static_cast<int>(lane_id());
     const int g = lane >> 2, t = lane & 3;
-    const unsigned char* weights = slot + warp_index() * WARP_BYTES;
+    const unsigned char* weights = slot + warp_index() * Ring::WARP_BYTES;
     uint32_t a[2][2][4];  // [tile row][group][register]
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -180,10 +128,11 @@ DEVICE Copies start_piece(const LinearFp4Params& p, unsigned char* ring, int ind
     const Piece piece = piece_of(p, index);
     const int n = piece.end - piece.begin;
     const Assignment a = assignment<MATRICES>(p, piece.tile / p.token_tiles);
-    Copies copies(p, n > 0 ? a : Assignment{-1, 0}, piece.tile % p.token_tiles, piece.begin);
+    const uint8_t* tiles = p.tiles[MATRICES == 1 ? 0 : maximum(a.matrix, 0)];
+    Copies copies(p, tiles, n > 0 ? a : Assignment{-1, 0}, piece.tile % p.token_tiles, piece.begin);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (i < n) copies.copy(ring + i * STAGE_BYTES);
+        if (i < n) copies.copy(ring + i * Ring::STAGE_BYTES);
         cp_async_commit();
     }
     return copies;
@@ -203,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Piece piece = piece_of(p, index);
             if (piece.begin >= piece.end) break;
             const bool idle = assignment<MATRICES>(p, piece.tile / p.token_tiles).matrix < 0;
-            int slot = 0, next = (STAGES - 1) * STAGE_BYTES;
+            int slot = 0, next = (STAGES - 1) * Ring::STAGE_BYTES;
 #pragma unroll 1
             for (int left = piece.end - piece.begin; left > 0; --left) {
                 cp_async_wait<STAGES - 2>();
@@ -212,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 cp_async_commit();
                 if (!idle) multiply_stage(ring + slot, sums);
                 next = slot;
-                slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+                slot = slot == (STAGES - 1) * Ring::STAGE_BYTES ? 0 : slot + Ring::STAGE_BYTES;
             }
             cp_async_wait<0>();
             __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
