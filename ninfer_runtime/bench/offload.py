@@ -5,6 +5,7 @@ run, the products on a program of the same model that is all resident. How much 
 schedule, and is carried over to the card that is meant.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -24,7 +25,8 @@ PUBLISHED_LAYERS = 41
 ACCEPTED = 0.52
 """Share of the drafts that was accepted there."""
 TARGET = "rtx5060ti"
-_COPY_SAMPLES = 3
+DRAFTING = f"k{N_DRAFTS}"
+_COPY_SAMPLES = _PROMPT_SAMPLES = 3
 
 
 @runtime_checkable
@@ -63,10 +65,11 @@ def offload_cases(context: int, rounds: int) -> tuple[OffloadCase, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Seconds per round and the tokens, without drafts and with ``N_DRAFTS`` of them."""
+    """Seconds per round and the tokens, without drafts and with ``N_DRAFTS`` of them; seconds of a whole prompt."""
 
     plain: float
     drafting: float
+    prompt: float
     plain_tokens: tuple[int, ...]
     drafted_tokens: tuple[int, ...]
     problem: str
@@ -91,10 +94,17 @@ def _measure(run: Running, case: OffloadCase, seed: int, accepted: float) -> _Me
     shape = replace(case.shape, columns=1)
     plain = time_rounds(run, shape, seed)
     seconds, results = time_drafting(run, case.shape, seed, accepted)
+    prompts, first_token = [], None
+    for _ in range(1 + _PROMPT_SAMPLES):
+        run.program.reset(0)
+        started = time.perf_counter()
+        first_token = run.prefill(0, 0, case.context, run.pages(0, 1), seed).token_id
+        prompts.append(time.perf_counter() - started)
     return _Measured(
         plain=plain.mean,
+        prompt=float(np.median(prompts[1:])),
         drafting=float(np.mean(seconds)),
-        plain_tokens=tuple(int(result.token_ids[0, 0]) for result in plain.results),
+        plain_tokens=(first_token or 0, *(int(result.token_ids[0, 0]) for result in plain.results)),
         drafted_tokens=tuple(int(token) for result in results for token in result.token_ids[0, : result.emitted[0]]),
         problem=problem_of(run, shape, plain, seed),
     )
@@ -111,35 +121,35 @@ def _results(run: Running, case: OffloadCase, seed: int, accepted: float, reside
         wrong = wrong or "tokens differ from those of the program that is all resident"
     name = f"offload/{run.identity}/n{n_resident}/ctx{case.context}"
     check = f"{len(found.plain_tokens) + len(found.drafted_tokens)} tokens as of the resident program"
-    plain, drafting = _forecast(run) or (None, None)
+    expected = _forecast(run)
     per_round = len(found.drafted_tokens) / (WARM_UP_ROUNDS + case.rounds)
-    for kind, seconds, products, n_tokens, expected, n_expected in (
-        ("plain", found.plain, resident.plain, 1.0, plain, 1.0),
-        (f"k{N_DRAFTS}", found.drafting, resident.drafting, per_round, drafting, 1 + accepted * N_DRAFTS),
+    chunks = -(-case.context // run.plan.limits.prefill_chunk)
+    for kind, seconds, products, passes, n_tokens, predicted in (
+        ("plain", found.plain, resident.plain, 1, 1.0, (expected.get("plain"), 1.0)),
+        (DRAFTING, found.drafting, resident.drafting, 1, per_round, (expected.get(DRAFTING), 1 + accepted * N_DRAFTS)),
+        ("prefill", found.prompt, resident.prompt, chunks, case.context, (None, 0.0)),
     ):
-        bound = max(copies, products)
+        ratio = seconds / max(passes * copies, products)
         details = {
-            "round_ms": round(seconds * 1e3, 4),
-            "copies_ms": round(copies * 1e3, 4),
+            "ms": round(seconds * 1e3, 4),
+            "copies_ms": round(passes * copies * 1e3, 4),
             "products_ms": round(products * 1e3, 4),
             "streamed": list(chosen.streamed or ()),
             "slots": chosen.n_slots,
             "device_bytes": run.plan.reserved_bytes,
             "host_bytes": run.plan.host_weight_bytes,
             "link_gbps": round(case.link_limit / 1e9, 3),
-            "tokens_per_round": round(n_tokens, 4),
+            "tokens": round(n_tokens, 4),
         }
-        ratio = seconds / bound
         yield Result(f"{name}/{kind}", ratio, "x of the larger bound", check=check, problem=wrong, details=details)
-        if expected is not None:
-            rate = n_expected / (expected * ratio)
-            details = {"round_ms": round(expected * ratio * 1e3, 3), "forecast_ms": round(expected * 1e3, 3)}
-            yield Result(
-                f"{name}/{kind}/{TARGET}", rate, "tok/s predicted", check=check, problem=wrong, details=details
-            )
+        if predicted[0] is not None:
+            took = predicted[0] * ratio
+            details = {"round_ms": round(took * 1e3, 3), "forecast_ms": round(predicted[0] * 1e3, 3)}
+            id_, rate = f"{name}/{kind}/{TARGET}", predicted[1] / took
+            yield Result(id_, rate, "tok/s predicted", check=check, problem=wrong, details=details)
 
 
-def _forecast(run: Running) -> tuple[float, float | None] | None:
+def _forecast(run: Running) -> dict[str, float]:
     """Seconds of rounds on the card that is meant, by its own plan of the same limits: plain, with drafts."""
     from ninfer_runtime.backends.cuda.card import CardBackend, card_named
 
@@ -147,4 +157,6 @@ def _forecast(run: Running) -> tuple[float, float | None] | None:
     meant = replace(options.residency, streamed=None, n_slots=0, memory_limit=None, link_limit=None, rates=None)
     plan = backend.plan_memory(run.model, run.plan.limits, replace(options, residency=meant))
     found = backend.forecast(run.model, plan)
-    return None if found is None else (found.plain.seconds, found.drafting.seconds if found.drafting else None)
+    if found is None:
+        return {}
+    return {"plain": found.plain.seconds} | ({DRAFTING: found.drafting.seconds} if found.drafting else {})

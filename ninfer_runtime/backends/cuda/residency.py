@@ -97,8 +97,8 @@ def round_time(cost: RoundBytes, streamed: Sequence[int], n_slots: int, rates: R
         return launches * LAUNCH_SECONDS + n_bytes / (READ_SHARE * rates.read)
 
     tail = products(cost.tail, cost.tail_launches)
-    numbers = {layer: k for k, layer in enumerate(streamed)}
-    following = following_users(len(streamed), n_slots) if streamed else ()
+    following = dict(enumerate(following_users(len(streamed), n_slots) if streamed else ()))
+    moving = {layer: k for k, layer in enumerate(streamed) if following[k] != k}
     copied: dict[tuple[int, int], float] = {}
     compute = copy = start = now = link = 0.0
     for _ in range(_PASSES):
@@ -107,12 +107,12 @@ def round_time(cost: RoundBytes, streamed: Sequence[int], n_slots: int, rates: R
             mixer = products(layer.mixer, 3)
             now, compute = now + mixer, compute + mixer
             for half, n_bytes in enumerate((layer.gate_up, layer.down)):
-                seconds = products(n_bytes, 1)
-                k = numbers.get(index)
+                k = moving.get(index)
+                seconds = products(n_bytes if k is None else 2 * n_bytes, 1)  # what is copied is written, too
                 if k is not None:
                     now = max(now, copied.get((k, half), 0.0))
                 now, compute = now + seconds, compute + seconds
-                if k is not None and following[k] != k:
+                if k is not None:
                     behind = cost.layers[streamed[following[k]]]
                     moved = (behind.gate_up, behind.down)[half] / rates.link
                     link, copy = max(link, now) + moved, copy + moved
@@ -141,7 +141,7 @@ def choose(cost: RoundBytes, rates: Rates, residency: Residency, fits: Fits) -> 
         counts = [(n, n_slots) for n_slots, n in enumerate(fewest, 1) if n is not None] or [(n_layers, 1)]
     else:
         n = n_layers - residency.n_ffn_layers
-        fitting = [(n, k) for k in range(1, MAX_SLOTS + 1) if k <= n and fits(spread(n_layers, n, 0.0), k)]
+        fitting = [(n, k) for k in range(1, MAX_SLOTS + 1) if k <= max(1, n - 1) and fits(spread(n_layers, n, 0.0), k)]
         counts = fitting or [(n, min(1, n))]
     choices = []
     for (n_streamed, n_slots), phase in product(counts, _PHASES):

@@ -82,20 +82,21 @@ def test_streamed_rounds_are_held_against_both_bounds_and_carried_to_the_card_th
     results = list(offload.offload(replace(options, kv_dtype="bf16"), [case]))
     name = "offload/tiny/groupwise-int/n1/ctx70"
     assert [result.id for result in results] == [
-        f"{name}/plain", f"{name}/plain/rtx5060ti", f"{name}/k3", f"{name}/k3/rtx5060ti"
+        f"{name}/plain", f"{name}/plain/rtx5060ti", f"{name}/k3", f"{name}/k3/rtx5060ti", f"{name}/prefill"
     ]  # fmt: skip
     assert {result.problem for result in results} == {""}
-    for measured, carried in (results[:2], results[2:]):
+    for measured, carried in (results[:2], results[2:4]):
         d = measured.details
         assert d["streamed"] == sorted(d["streamed"])
         assert len(d["streamed"]) == 3
         assert d["copies_ms"] > 0
-        assert measured.value == pytest.approx(d["round_ms"] / max(d["copies_ms"], d["products_ms"]), rel=0.01)
+        assert measured.value == pytest.approx(d["ms"] / max(d["copies_ms"], d["products_ms"]), rel=0.01)
         tokens = 1.0 if carried.id.endswith("plain/rtx5060ti") else 1 + 3 * offload.ACCEPTED
         assert carried.value == pytest.approx(
             tokens / (carried.details["forecast_ms"] / 1e3 * measured.value), rel=0.01
         )
-    assert results[2].details["tokens_per_round"] > 1
+    assert results[2].details["tokens"] > 1
+    assert results[4].details["copies_ms"] == pytest.approx(2 * results[0].details["copies_ms"], rel=0.01)
 
 
 def test_acceptance_of_each_draft_adds_up() -> None:

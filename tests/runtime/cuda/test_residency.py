@@ -78,7 +78,8 @@ def test_round_takes_at_least_either_bound_and_at_most_both(n: int, n_slots: int
     assert found.copy == pytest.approx(moving * LAYER.ffn / link)
     assert max(found.copy, found.compute) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= (found.copy + found.compute) * (1 + 1e-9)
-    assert found.compute == pytest.approx(round_time(cost, (), 0, rates).seconds)
+    written = found.copy * link / (0.95 * rates.read)
+    assert found.compute == pytest.approx(round_time(cost, (), 0, rates).seconds + written)
 
 
 def test_copies_hide_behind_products_and_products_behind_copies() -> None:
@@ -101,6 +102,8 @@ def test_choice_fits_and_none_is_faster(n_free: int, n_layers: int | None) -> No
         assert len(found.streamed) == 16 - n_layers
     possible = [(n, k) for n in range(17) for k in range(4) if fits(spread(16, n, 0.0) if n else (), k) and k <= n]
     possible = [(n, k) for n, k in possible if (k > 0) == (n > 0) and n_layers in (None, 16 - n)]
+    if n_layers is not None:  # so many stay and no more
+        possible = [(n, k) for n, k in possible if k <= max(1, n - 1)]
     if not possible:
         assert found.n_slots == min(1, len(found.streamed))
         return
