@@ -37,7 +37,8 @@ class Event(Protocol):
     """A point on a stream."""
 
     def record(self, stream: "Stream") -> None:
-        """Put the point behind the work queued on ``stream`` so far. Not for streams that are being captured."""
+        """Put the point behind the work queued on ``stream`` so far; on a captured stream a point of that capture, which
+        only streams of the same capture can wait for."""
 
     def query(self) -> bool:
         """Whether the point has been passed; True for an event that was never recorded."""
@@ -56,7 +57,8 @@ class Stream(Protocol):
         """Wait on the host until everything queued so far has ended. DeviceError if any of it failed."""
 
     def wait(self, event: Event) -> None:
-        """Let everything queued from now on start after ``event``; the host does not wait."""
+        """Let everything queued from now on start after ``event``; the host does not wait. An event of a capture takes
+        the stream into it, until the capture ends."""
 
 
 class Kernel(Protocol):
@@ -113,7 +115,8 @@ class Device(Protocol):
         """Give back what ``allocate`` returned, once all work that uses it has ended."""
 
     def allocate_host(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Pinned host memory, which copies asynchronously; it lives as long as the device object. DeviceMemoryError.
+        """Pinned host memory, which copies asynchronously and which kernels can read at the same address; it lives as
+        long as the device object. DeviceMemoryError.
 
         The one call that any thread may make.
         """
@@ -150,7 +153,8 @@ class Device(Protocol):
         """Record what is queued on ``stream`` inside the block; none of it runs.
 
         The Graph may be launched once the block has ended. Inside: launches, copies, fills and asynchronous uploads and
-        downloads of pinned memory on this stream only; no waiting, no allocation, no first use of a kernel.
+        downloads of pinned memory, on this stream and on streams that wait for an event of the capture; this one waits
+        for all of theirs before the end. No waiting on the host, no allocation, no first use of a kernel.
         """
 
     def close(self) -> None:
