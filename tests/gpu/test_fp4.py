@@ -7,9 +7,9 @@ import pytest
 
 from ninfer_format.numeric.nvfp4_activations import quantize_rows
 from ninfer_runtime.backends.cuda.launch import CudaDevice
-from ninfer_runtime.backends.cuda.ops import linear_large, quantize_fp4, rms_norm
+from ninfer_runtime.backends.cuda.ops import linear_large, rms_norm
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, Output
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, has_fp4_product, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, has_fp4_product, kernel_spec, row_bytes
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 from tests.runtime.cuda import fp4_rig
 from tests.runtime.cuda.linear_fp4_rig import bound, product, random_rows, random_weight, run, run_twin
@@ -25,7 +25,7 @@ ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 47, 48, 64, 65, 127, 128, 255, 100
 def device() -> Iterator[CudaDevice]:
     card = CudaDevice()
     plain, pairs = PackedMatrix("w", "NVFP4", 32, 128), PackedMatrix("w", "NVFP4", 32, 128, interleaved=True)
-    wanted = [quantize_fp4.kernel_spec(k, form) for k in (*WIDTHS, 192, 256, 1984) for form in QuantizedForm]
+    wanted = [kernel_spec(k, form) for k in (*WIDTHS, 192, 256, 1984) for form in QuantizedForm]
     wanted += [rms_norm.kernel_spec(k, "bf16", form) for k in WIDTHS for form in QuantizedForm]
     for epilogue in (Epilogue.STORE, Epilogue.RESIDUAL):
         wanted += linear_large.specs([plain], epilogue)

@@ -18,7 +18,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm
 from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.prompt_products import (

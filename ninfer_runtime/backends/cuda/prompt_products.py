@@ -10,10 +10,10 @@ from types import MappingProxyType
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.matrix_paths import Fp4Prompts
-from ninfer_runtime.backends.cuda.ops import linear_fp4, linear_large, quantize_fp4, rms_norm
+from ninfer_runtime.backends.cuda.ops import linear_fp4, linear_large, quantize_rows, rms_norm
 from ninfer_runtime.backends.cuda.ops.linear_fp4 import LinearFp4, bf16_twin
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, LinearLarge, Output
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, QuantizeFp4, has_fp4_product, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, QuantizeRows, has_fp4_product, row_bytes
 from ninfer_runtime.backends.cuda.ops.rms_norm import QuantizingRmsNorm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import DeviceWeights, MlpTensors
@@ -95,7 +95,7 @@ def quantizing_specs(weights: DeviceWeights, prompts: Fp4Prompts) -> list[Kernel
     if form is None:
         return []
     norm = [rms_norm.kernel_spec(weights.head.k, "bf16", form)] if _normed(weights, prompts) else []
-    return norm + [quantize_fp4.kernel_spec(k, form) for k in _alone(weights, prompts)]
+    return norm + [quantize_rows.kernel_spec(k, form) for k in _alone(weights, prompts)]
 
 
 class Quantizing:
@@ -104,9 +104,9 @@ class Quantizing:
     def __init__(self, device: Device, weights: DeviceWeights, eps: float, prompts: Fp4Prompts) -> None:
         form = FORMS[prompts]
         self._norm: QuantizingRmsNorm | None = None
-        self._rows: dict[int, QuantizeFp4] = {}
+        self._rows: dict[int, QuantizeRows] = {}
         if form is not None:
-            self._rows = {k: QuantizeFp4(device, k, form) for k in _alone(weights, prompts)}
+            self._rows = {k: QuantizeRows(device, k, form) for k in _alone(weights, prompts)}
             if _normed(weights, prompts):
                 self._norm = QuantizingRmsNorm(device, weights.head.k, eps, form)
 

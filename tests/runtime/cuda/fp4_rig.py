@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ninfer_format.numeric.nvfp4_activations import QuantizedRows, quantize_rows
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, QuantizeFp4, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, QuantizeRows, row_bytes
 from ninfer_runtime.backends.cuda.ops.rms_norm import QuantizingRmsNorm, RmsNorm
 from ninfer_runtime.backends.cuda.packing import activation_stride
 from tests.runtime.cuda.small_ops import bf16_words, from_bf16, get, poisoned, put, rounded
@@ -61,13 +61,13 @@ def expected_bytes(rows: QuantizedRows, form: QuantizedForm) -> NDArray[np.uint8
 def check_rows(
     device: Device, k: int, n_rows: int, form: QuantizedForm, divisor: float, seed: int, *, in_place: bool = False
 ) -> None:
-    """``QuantizeFp4`` writes the oracle's words."""
+    """``QuantizeRows`` writes the oracle's words."""
     x = any_rows(np.random.default_rng(seed), n_rows, k)
     padded = np.zeros((n_rows, activation_stride(k)), np.float32)
     padded[:, :k] = x
     source = put(device, bf16_words(padded))
     out = source if in_place else poisoned(device, n_rows * row_bytes(k, form))
-    QuantizeFp4(device, k, form).launch(device.stream(), n_rows, source, divisor, out)
+    QuantizeRows(device, k, form).launch(device.stream(), n_rows, source, divisor, out)
     expected = expected_bytes(quantize_rows(x, np.float32(divisor)), form)
     assert np.array_equal(stored(device, out, n_rows, k, form), expected)
 

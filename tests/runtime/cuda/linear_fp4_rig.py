@@ -19,7 +19,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
     clear_workspace,
     workspace_bytes,
 )
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, QuantizeFp4, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, QuantizeRows, row_bytes
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride, pack_matrix
 from tests.runtime.cuda.small_ops import bf16_words, poisoned, put, rounded
 
@@ -77,7 +77,7 @@ def random_rows(
     padded = np.zeros((n_tokens, activation_stride(k)), np.float32)
     padded[:, :k] = x
     pointer = poisoned(device, n_tokens * row_bytes(k, form))
-    QuantizeFp4(device, k, form).launch(device.stream(), n_tokens, put(device, bf16_words(padded)), divisor, pointer)
+    QuantizeRows(device, k, form).launch(device.stream(), n_tokens, put(device, bf16_words(padded)), divisor, pointer)
     return Rows(pointer, n_tokens, divisor, words.products.astype(np.float64), words)
 
 

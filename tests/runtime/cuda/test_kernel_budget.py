@@ -28,7 +28,7 @@ from ninfer_runtime.backends.cuda.catalog import (
 )
 from ninfer_runtime.backends.cuda.compiler import KERNEL_FOLDER, KernelSpec
 from ninfer_runtime.backends.cuda.nvrtc import nvrtc
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import has_fp4_product
+from ninfer_runtime.backends.cuda.ops.quantize_rows import has_fp4_product
 from ninfer_runtime.backends.cuda.planned import CARDS, MODELS, TARGETS, Card, planned_model
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.config import KvDtype

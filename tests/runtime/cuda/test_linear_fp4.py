@@ -12,7 +12,7 @@ from ninfer_format.errors import SignatureError
 from ninfer_format.numeric.nvfp4_activations import quantize_rows
 from ninfer_runtime.backends.cuda.ops.linear_fp4 import LinearFp4
 from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, Output
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, row_bytes
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 from tests.emulator.device import EmulatedDevice
 from tests.runtime.cuda.fp4_rig import expected_bytes

@@ -17,7 +17,7 @@ from ninfer_format.activation_stats import ActivationStats, dump_activation_stat
 from ninfer_format.numeric.nvfp4_activations import quantize_rows
 from ninfer_runtime.backends.base import Int32s, PrefillChunk, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import form_for
+from ninfer_runtime.backends.cuda.ops.quantize_rows import form_for
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.cuda.prompt_products import fp4_prompts
 from ninfer_runtime.backends.reference import ReferenceBackend

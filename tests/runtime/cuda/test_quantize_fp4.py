@@ -11,9 +11,9 @@ import pytest
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN
 from ninfer_format.numeric.nvfp4_activations import nearest_scale, quantize_rows
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import (
+from ninfer_runtime.backends.cuda.ops.quantize_rows import (
     QuantizedForm,
-    QuantizeFp4,
+    QuantizeRows,
     form_for,
     kernel_spec,
     row_bytes,
@@ -54,7 +54,7 @@ def test_numbers_that_are_none_stay_visible(device: EmulatedDevice) -> None:
     x[0, 17], x[0, 40] = np.nan, np.inf
     out = device.empty(256)
     source = device.put(bf16_words(x))
-    QuantizeFp4(device, 128, QuantizedForm.BF16).launch(device.stream(), 1, source, 1.0, out)
+    QuantizeRows(device, 128, QuantizedForm.BF16).launch(device.stream(), 1, source, 1.0, out)
     for products in (quantize_rows(x, np.float32(1)).products, from_bf16(device.get(out, np.int16, (1, 128)))):
         assert np.isnan(products[0, 16:32]).all()
         assert products[0, 40] == 6 * 448

@@ -12,7 +12,7 @@ from ninfer_format.errors import SignatureError
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
 from ninfer_runtime.backends.cuda.ops.linear_large import MAX_MATRICES, Epilogue, Output, flags_at, launches, schedule
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, row_bytes
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, tile_format
 
 STAGE_COLUMNS = 128
@@ -113,9 +113,7 @@ class LinearFp4:
             for group in launches(matrices)
         ]
 
-    def launch(
-        self, stream: Stream, n_tokens: int, x: int, outputs: Sequence[Output], *, pdl: bool = True
-    ) -> None:
+    def launch(self, stream: Stream, n_tokens: int, x: int, outputs: Sequence[Output], *, pdl: bool = True) -> None:
         """Queue the product of ``n_tokens`` FP4 rows at ``x``, 16-byte aligned, ``row_bytes`` apart.
 
         ``outputs``: one per matrix; STORE writes bf16 or fp32, SWIGLU bf16 or quantized rows, RESIDUAL adds to fp32.
@@ -147,9 +145,7 @@ class _Launch:
         self.indices = indices
         self._matrices = [matrices[i] for i in indices]
         self._n_sms = device.n_sms
-        self._kernels = {
-            n: device.kernel(_spec(len(indices), epilogue, n, quantized=quantized)) for n in _TOKEN_TILES
-        }
+        self._kernels = {n: device.kernel(_spec(len(indices), epilogue, n, quantized=quantized)) for n in _TOKEN_TILES}
         self._params = LinearFp4Params(partials=workspace, flags=workspace + flags_at(device.n_sms))
         pairs = 0
         for i, matrix in enumerate(self._matrices):

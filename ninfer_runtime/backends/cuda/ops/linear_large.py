@@ -19,7 +19,7 @@ from ninfer_format.geometry import up
 from ninfer_format.numeric.nvfp4 import BLOCK
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 
 MAX_MATRICES = 6
@@ -257,7 +257,7 @@ class LinearLarge:
         """``workspace``: ``workspace_bytes`` of memory, cleared. SignatureError when matrices do not go together.
 
         ``out_divisor`` (SWIGLU): the outputs are quantized under this divisor, bf16(code · scale) in their places
-        (``ops/quantize_fp4.py``); columns up to the next multiple of 128 are zeros.
+        (``ops/quantize_rows.py``); columns up to the next multiple of 128 are zeros.
         """
         if not matrices:
             raise SignatureError("a product of many tokens takes at least one matrix")

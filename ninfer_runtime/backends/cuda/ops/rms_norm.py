@@ -9,7 +9,7 @@ from typing import Literal
 from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops.quantize_fp4 import QuantizedForm, check_columns, row_bytes
+from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, check_columns, row_bytes
 from ninfer_runtime.backends.cuda.packing import activation_stride
 
 RmsNormOutput = Literal["bf16", "float", "rounded"]
@@ -66,7 +66,7 @@ class RmsNorm:
 
 
 class QuantizingRmsNorm:
-    """The same norm; its rows, rounded to bf16, also as NVFP4 (``ops/quantize_fp4.py``) in the same launch."""
+    """The same norm; its rows, rounded to bf16, also as NVFP4 (``ops/quantize_rows.py``) in the same launch."""
 
     def __init__(self, device: Device, hidden: int, eps: float, form: QuantizedForm) -> None:
         self._kernel = device.kernel(kernel_spec(hidden, "bf16", form))

@@ -7,7 +7,7 @@
 constexpr int STEPS = STRIDE / 128;
 static_assert(STRIDE % 128 == 0 && (FORM == AS_FP4 || FORM == AS_BF16), "whole steps");
 
-struct QuantizeFp4Params {
+struct QuantizeRowsParams {
     const uint16_t* x;
     unsigned char* out;
     int64_t row_bytes;
@@ -16,7 +16,7 @@ struct QuantizeFp4Params {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    quantize_fp4(const __grid_constant__ QuantizeFp4Params p) {
+    quantize_rows(const __grid_constant__ QuantizeRowsParams p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int lane = static_cast<int>(lane_id());

@@ -1,4 +1,4 @@
-"""Activations as NVFP4 (``kernels/quantize_fp4.cu``). Reference: ``ninfer_format/numeric/nvfp4_activations.py``.
+"""Activations as NVFP4 (``kernels/quantize_rows.cu``). Reference: ``ninfer_format/numeric/nvfp4_activations.py``.
 
 Two forms of the same numbers: FP4 rows for cards whose matrix instruction takes them, bf16(code · scale) rows for the
 ordinary product everywhere else. The norm and the SwiGLU product can write either form themselves.
@@ -50,7 +50,7 @@ def check_columns(k: int) -> None:
         raise UnsupportedError(f"{k} columns of NVFP4 activations, expected a multiple of {BLOCK}")
 
 
-class QuantizeFp4Params(ctypes.Structure):
+class QuantizeRowsParams(ctypes.Structure):
     """Mirror of the struct of the same name in the kernel."""
 
     _fields_ = (
@@ -66,10 +66,10 @@ def kernel_spec(k: int, form: QuantizedForm) -> KernelSpec:
     """One variant."""
     check_columns(k)
     defines = (("STRIDE", activation_stride(k)), ("FORM", int(form)))
-    return KernelSpec("quantize_fp4.cu", "quantize_fp4", defines, _THREADS)
+    return KernelSpec("quantize_rows.cu", "quantize_rows", defines, _THREADS)
 
 
-class QuantizeFp4:
+class QuantizeRows:
     """Rows of ``k`` columns, bf16 [T][activation_stride(k)] and zero behind them → quantized rows."""
 
     def __init__(self, device: Device, k: int, form: QuantizedForm) -> None:
@@ -80,5 +80,5 @@ class QuantizeFp4:
     def launch(self, stream: Stream, n_rows: int, x: int, divisor: float, out: int, *, pdl: bool = True) -> None:
         """``out`` [T][row_bytes], 16-byte aligned; in the bf16 form it may be ``x``."""
         blocks = -(-n_rows * self._steps // (_THREADS // 32))
-        params = QuantizeFp4Params(x, out, self._row_bytes, divisor, n_rows)
+        params = QuantizeRowsParams(x, out, self._row_bytes, divisor, n_rows)
         self._kernel.launch((blocks, 1, 1), params, stream, pdl=pdl)
