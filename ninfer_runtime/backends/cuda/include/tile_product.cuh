@@ -272,75 +272,96 @@ DEVICE void multiply(const Params& p, Copies& copies, const uint8_t* tiles, uint
 }
 
 // The same with fewer registers, for two blocks per SM: operand A of a half group is made when it is multiplied, other
-// warps use the tensor cores meanwhile. copies.copy as above.
-template <bool IDLE, int L2_AHEAD, int N, typename Params, typename Copies>
+// warps use the tensor cores meanwhile. Words are asked for a group ahead, or with STAGE_AHEAD a stage (two groups)
+// ahead. copies.copy as above.
+template <bool IDLE, int L2_AHEAD, bool STAGE_AHEAD, int N, typename Params, typename Copies>
 DEVICE void multiply_sparing(const Params& p, Copies& copies, const uint8_t* tiles, uint32_t first_row,
                              uint32_t second_row, unsigned char* ring, int n_stages, SumsOf<N>& sums) {
     using Lane = LaneWeights;
     static_assert(FORMAT != BF16 && N * 8 <= TOKENS, "words are not the operand");
+    constexpr int SETS = STAGE_AHEAD ? 2 : 1;
     const int lane = static_cast<int>(lane_id());
-    Lane weights[2];
-    uint32_t at[2] = {first_row, second_row};  // byte of the stage whose words are loaded next
+    Lane weights[SETS][2];
+    uint32_t at[2] = {first_row, second_row};  // byte of the stage
     int slot = 0;
     if (!IDLE) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) weights[m].load(tiles, at[m], 0, 0, lane);
+        for (int group = 0; group < SETS; ++group)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) weights[group][m].load(tiles, at[m], group, 0, lane);
     }
     cp_async_wait<STAGES - 2>();
     __syncthreads();
-#pragma unroll 1
-    for (int left = n_stages; left > 0; --left) {
-#pragma unroll 1
-        for (int group = 0; group < 2; ++group) {
-            if (group == 1) {  // the next stage is here, the one before is free
-                cp_async_wait<STAGES - 3>();
-                __syncthreads();
-                const bool valid = left >= STAGES;
-                unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
-                copies.copy(p, free_slot, valid);
-                if (!IDLE) {
-                    const uint32_t thread = thread_index_anew(), of_row = thread % 16;
-                    const uint32_t row = thread % WARP_LANES < 16 ? at[0] : at[1];
-                    if (Lane::STAGED_SCALES)
-                        cp_async_4(free_slot + TOKEN_BYTES + thread * 4,
-                                   tiles + (row + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) +
-                                            Lane::Layout::SCALES_AT + of_row * 4));
+    // Multiplies a group with the words of a set, which are replaced by those of group `next` of stage `from`.
+    const auto multiply_group = [&](int group, Lane(&words)[2], int next, const uint32_t(&from)[2]) {
+        const uint32_t thread = thread_index_anew(), g = thread / 4 % 8, t = thread % 4;
+        const unsigned char* staged = ring + slot + TOKEN_BYTES + thread / 32 * 128 + g * 8;
+        Scale scale[2][2];  // [m][row g, g + 8]
 #pragma unroll
-                    for (int line = 0; line < ceil_div(ROW_STAGE_BYTES, 128); line += 16)
-                        if (left > L2_AHEAD && (line + of_row) * 128 < ROW_STAGE_BYTES)
-                            prefetch_l2(tiles + (row + L2_AHEAD * ROW_STAGE_BYTES + (line + of_row) * 128));
-                }
-                cp_async_commit();
+        for (int half = 0; half < 2; ++half) {
+            uint32_t operand[2][2][4];  // [m][j][register]
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                if (half == 0 || FORMAT == W8) words[m].scales(staged + m * 64, group, half, scale[m]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) words[m].operand(2 * half + j, scale[m], operand[m][j]);
+                if (half == 1) words[m].load(tiles, from[m], next, 0, lane);
             }
-            const uint32_t thread = thread_index_anew(), g = thread / 4 % 8, t = thread % 4;
-            const unsigned char* staged = ring + slot + TOKEN_BYTES + thread / 32 * 128 + g * 8;
-            Scale scale[2][2];  // [m][row g, g + 8]
+            const unsigned char* rows = ring + slot + g * 128 + group * GROUP_BYTES + (t + 4 * ((half ^ g) & 1)) * 16;
 #pragma unroll
-            for (int half = 0; half < 2 && !IDLE; ++half) {
-                uint32_t operand[2][2][4];  // [m][j][register]
+            for (int n = 0; n < N; ++n) {
+                const uint4 token = *reinterpret_cast<const uint4*>(rows + n * 1024);
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    if (half == 0 || FORMAT == W8)
-                        weights[m].scales(staged + m * 64, group, half, scale[m]);
+                for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][0], token.x, token.y);
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
-                    if (half == 1) {
-                        if (group == 1 && left > 1) at[m] += ROW_STAGE_BYTES;
-                        weights[m].load(tiles, at[m], group ^ 1, 0, lane);
-                    }
-                }
-                const unsigned char* rows =
-                    ring + slot + g * 128 + group * GROUP_BYTES + (t + 4 * ((half ^ g) & 1)) * 16;
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const uint4 token = *reinterpret_cast<const uint4*>(rows + n * 1024);
-#pragma unroll
-                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][0], token.x, token.y);
-#pragma unroll
-                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][1], token.z, token.w);
-                }
+                for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][1], token.z, token.w);
             }
         }
+    };
+    const auto next_stage = [&](int left) {  // the next stage is here, the one before is free
+        cp_async_wait<STAGES - 3>();
+        __syncthreads();
+        const bool valid = left >= STAGES;
+        unsigned char* free_slot = ring + (slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
+        copies.copy(p, free_slot, valid);
+        if (!IDLE) {
+            const uint32_t thread = thread_index_anew(), of_row = thread % 16;
+            const uint32_t row = thread % WARP_LANES < 16 ? at[0] : at[1];
+            if (Lane::STAGED_SCALES)
+                cp_async_4(free_slot + TOKEN_BYTES + thread * 4,
+                           tiles + (row + (valid ? (STAGES - 1) * ROW_STAGE_BYTES : 0) + Lane::Layout::SCALES_AT +
+                                    of_row * 4));
+#pragma unroll
+            for (int line = 0; line < ceil_div(ROW_STAGE_BYTES, 128); line += 16)
+                if (L2_AHEAD > 0 && left > L2_AHEAD && (line + of_row) * 128 < ROW_STAGE_BYTES)
+                    prefetch_l2(tiles + (row + L2_AHEAD * ROW_STAGE_BYTES + (line + of_row) * 128));
+        }
+        cp_async_commit();
+    };
+#pragma unroll 1
+    for (int left = n_stages; left > 0; --left) {
+        const uint32_t step = left > 1 ? ROW_STAGE_BYTES : 0;
+        if constexpr (IDLE) {
+            next_stage(left);
+        } else if constexpr (STAGE_AHEAD) {
+            const uint32_t from[2] = {at[0] + step, at[1] + step};
+            multiply_group(0, weights[0], 0, from);
+            next_stage(left);
+            multiply_group(1, weights[1], 1, from);
+        } else {
+#pragma unroll 1
+            for (int group = 0; group < 2; ++group) {
+                uint32_t from[2] = {at[0], at[1]};
+                if (group == 1) {
+                    next_stage(left);
+                    from[0] += step;
+                    from[1] += step;
+                }
+                multiply_group(group, weights[0], group ^ 1, from);
+            }
+        }
+        at[0] += step;
+        at[1] += step;
         slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     }
     cp_async_wait<0>();

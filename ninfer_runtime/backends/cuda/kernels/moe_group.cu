@@ -106,13 +106,15 @@ DEVICE int block_exclusive_sum(int value, int* scratch, int& total) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(const __grid_constant__ MoeGroupParams p) {
-    STATIC_SHARED(int, ids[BLOCK_TOKENS * TOP_K]);
+    STATIC_SHARED(uint4, four_ids[BLOCK_TOKENS * TOP_K / 4]);
     STATIC_SHARED(int, scratch[WARPS]);
     grid_dependency_launch();
     grid_dependency_wait();
     const int block = static_cast<int>(blockIdx.x), first_token = block * BLOCK_TOKENS;
     const int n = minimum(p.n_tokens - first_token, BLOCK_TOKENS) * TOP_K;
-    for (int i = threadIdx.x; i < n; i += THREADS) ids[i] = p.ids[first_token * TOP_K + i];
+    uint32_t* ids = reinterpret_cast<uint32_t*>(four_ids);
+    for (int i = threadIdx.x; i < BLOCK_TOKENS * TOP_K; i += THREADS)
+        ids[i] = i < n ? static_cast<uint32_t>(p.ids[first_token * TOP_K + i]) : ~uint32_t{0};
     __syncthreads();
     int pairs_before = 0, columns_before = 0;
 #pragma unroll
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
         const bool exists = expert < N_EXPERTS;
         int count = 0, earlier = 0;  // pairs of this expert: all, and of blocks before this one
         if (exists)
-#pragma unroll 8
+#pragma unroll 16
             for (int b = 0; b < static_cast<int>(gridDim.x); ++b) {
                 const int of_block = p.histogram[b * N_EXPERTS + expert];
                 count += of_block;
@@ -135,11 +137,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
         columns_before += n_columns;
         if (!exists) continue;
         int next = first + earlier;
-        for (int i = 0; i < n; ++i)
-            if (ids[i] == expert) {
-                p.place[first_token * TOP_K + i] = next;
-                p.order[next++] = first_token + i / TOP_K;
-            }
+        for (int at = 0; at < n; at += 4) {  // ids behind the last token are no expert's
+            const uint4 four = *reinterpret_cast<const uint4*>(ids + at);
+            const uint32_t each[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (each[i] == static_cast<uint32_t>(expert)) {
+                    p.place[first_token * TOP_K + at + i] = next;
+                    p.order[next++] = first_token + (at + i) / TOP_K;
+                }
+        }
         if (block > 0) continue;
         for (int i = 0; i < own_columns; ++i) {
             const int done = i * COLUMN_TOKENS;

@@ -159,7 +159,7 @@ template <bool IDLE, int N>
 DEVICE void product(const MoeLargeParams& p, const Copies<ceil_div(N, PASS_TILES)>& copies, uint32_t first_row,
                     uint32_t second_row, unsigned char* ring, SumsOf<N>& sums) {
     if constexpr (MIN_BLOCKS > 1)
-        multiply_sparing<IDLE, L2_AHEAD, N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
+        multiply_sparing<IDLE, L2_AHEAD, (N < 3), N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
     else
         multiply<IDLE, L2_AHEAD, N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
 }
