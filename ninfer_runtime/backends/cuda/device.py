@@ -37,8 +37,8 @@ class Event(Protocol):
     """A point on a stream."""
 
     def record(self, stream: "Stream") -> None:
-        """Put the point behind the work queued on ``stream`` so far; on a captured stream a point of that capture, which
-        only streams of the same capture can wait for."""
+        """Put the point behind the work queued on ``stream`` so far; on a captured stream a point of that capture,
+        which only streams of the same capture can wait for."""
 
     def query(self) -> bool:
         """Whether the point has been passed; True for an event that was never recorded."""
