@@ -35,6 +35,8 @@ struct GdnLane {
         part = static_cast<int>(lane % 8);
     }
     DEVICE int offset() const { return row * GDN_DIM + 4 * part; }
+    // Which of its rows the lane answers for, as its neighbour does.
+    DEVICE int own_row() const { return part / 2; }
 };
 
 DEVICE void load_state(GdnRows& s, const float* head, GdnLane at) {
@@ -97,33 +99,28 @@ DEVICE float halved(float low, float high, int part, int bit) {
     return kept + shfl_xor(given, bit);
 }
 
-// One of the group's eight products: parts 0..3 end with S k of row `part % 4` of the lane's rows, parts 4..7 with S q.
-// Every lane gives away half of the sums that it still has and adds what it gets to the other half.
-DEVICE float state_products(const GdnRows& s, const float (&k)[GDN_LANE_KEYS], const float* query, GdnLane at) {
-    float sum[2][GDN_LANE_ROWS], q[GDN_LANE_KEYS];
-    load_keys(q, query, at);
+// The lane's part of S x for each of its rows.
+DEVICE void partial_products(float (&sum)[GDN_LANE_ROWS], const GdnRows& s, const float (&x)[GDN_LANE_KEYS]) {
 #pragma unroll
     for (int j = 0; j < GDN_LANE_KEYS; ++j)
 #pragma unroll
-        for (int r = 0; r < GDN_LANE_ROWS; ++r) {
-            sum[0][r] = j == 0 ? mul_rn(s[r][0], k[0]) : fmaf(s[r][j], k[j], sum[0][r]);
-            sum[1][r] = j == 0 ? mul_rn(s[r][0], q[0]) : fmaf(s[r][j], q[j], sum[1][r]);
-        }
-    float four[4], two[2];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) four[r] = halved(sum[0][r], sum[1][r], at.part, 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) two[r] = halved(four[r], four[2 + r], at.part, 2);
-    return halved(two[0], two[1], at.part, 1);
+        for (int r = 0; r < GDN_LANE_ROWS; ++r) sum[r] = j == 0 ? mul_rn(s[r][0], x[0]) : fmaf(s[r][j], x[j], sum[r]);
+}
+
+// Their sum over the eight lanes, of the row that the lane answers for. A lane gives away half of the sums that it still
+// has and adds what it gets to the other half.
+DEVICE float product_of_row(const float (&sum)[GDN_LANE_ROWS], GdnLane at) {
+    const float low = halved(sum[0], sum[2], at.part, 4), high = halved(sum[1], sum[3], at.part, 4);
+    const float both = halved(low, high, at.part, 2);
+    return both + shfl_xor(both, 1);
 }
 
 // S <- alpha S + u k^T; u: of the lane's rows.
-DEVICE void advance_state(GdnRows& s, const float (&k)[GDN_LANE_KEYS], float alpha, const float* u) {
-    const Float4 factor = *reinterpret_cast<const Float4*>(u);
+DEVICE void advance_state(GdnRows& s, const float (&k)[GDN_LANE_KEYS], float alpha, const float (&u)[GDN_LANE_ROWS]) {
 #pragma unroll
     for (int j = 0; j < GDN_LANE_KEYS; ++j)
 #pragma unroll
-        for (int r = 0; r < GDN_LANE_ROWS; ++r) s[r][j] = fmaf(k[j], factor.v[r], mul_rn(alpha, s[r][j]));
+        for (int r = 0; r < GDN_LANE_ROWS; ++r) s[r][j] = fmaf(k[j], u[r], mul_rn(alpha, s[r][j]));
 }
 
 // ---- records: what a round leaves behind so that its columns can be folded into the state later
@@ -196,6 +193,7 @@ DEVICE void fold_columns(GdnRows& s, int n_columns, const GdnPending& pending, G
     for (int c = 0; c < n_columns; ++c) {
         float k[GDN_LANE_KEYS];
         load_keys(k, pending.key[c], at);
-        advance_state(s, k, pending.alpha[c], &pending.correction[c][at.row]);
+        const Float4 u = *reinterpret_cast<const Float4*>(&pending.correction[c][at.row]);
+        advance_state(s, k, pending.alpha[c], u.v);
     }
 }

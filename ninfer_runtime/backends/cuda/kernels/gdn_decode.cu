@@ -231,26 +231,29 @@ DEVICE void prepare_columns(Shared& shared, const Head& own, int turn) {
     record_columns(shared, own);
 }
 
-// Outputs and corrections, column after column.
+// Outputs and corrections, column after column: u = beta (v - alpha S k), o = alpha S q + (k . q) u. alpha is taken out of
+// the products, so the state need not be decayed first, and the last column needs no new state.
 DEVICE void evaluate(GdnRows& s, Shared& shared, int n_columns, GdnLane at) {
-    const int row = at.row + at.part % GDN_LANE_ROWS;
-    const bool has_output = at.part >= GDN_LANE_ROWS;
+    const int row = at.row + at.own_row(), first_lane = static_cast<int>(lane_id()) & ~7;
+    const bool has_output = at.part % 2 != 0;
 #pragma unroll 1
     for (int c = 0; c < n_columns; ++c) {
         const GdnGates gates = shared.gates[c];
-        float k[GDN_LANE_KEYS];
+        float k[GDN_LANE_KEYS], q[GDN_LANE_KEYS], sum[GDN_LANE_ROWS], query_sum[GDN_LANE_ROWS], u[GDN_LANE_ROWS];
         load_keys(k, shared.key[c], at);
-        const float decayed = mul_rn(gates.alpha, state_products(s, k, shared.query[c], at));
-        // u = beta (v - alpha S k), o = alpha S q + (k . q) u: alpha is taken out of the products, so the state need not be
-        // decayed first, and the last column needs no new state.
-        const float u = mul_rn(gates.beta, sub_rn(shared.value[c][row], decayed));
-        const float u_of_row = shfl_xor(u, GDN_LANE_ROWS);
+        partial_products(sum, s, k);
+        const float predicted = mul_rn(gates.alpha, product_of_row(sum, at));
+        const float own_u = mul_rn(gates.beta, sub_rn(shared.value[c][row], predicted));
+        load_keys(q, shared.query[c], at);
+        partial_products(query_sum, s, q);
+#pragma unroll
+        for (int r = 0; r < GDN_LANE_ROWS; ++r) u[r] = shfl(own_u, first_lane + 2 * r);
+        const float output = fmaf(shared.key_query[c], own_u, mul_rn(gates.alpha, product_of_row(query_sum, at)));
         if (has_output)
-            shared.value[c][row] = fmaf(shared.key_query[c], u_of_row, decayed);
+            shared.value[c][row] = output;
         else
-            shared.correction[c][row] = u;
-        warp_sync();
-        if (c + 1 < n_columns) advance_state(s, k, gates.alpha, &shared.correction[c][at.row]);
+            shared.correction[c][row] = own_u;
+        if (c + 1 < n_columns) advance_state(s, k, gates.alpha, u);
     }
 }
 

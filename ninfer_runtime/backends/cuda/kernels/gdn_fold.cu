@@ -1,6 +1,7 @@
 // Flush into the states of all layers what they lack: S and history as gdn_decode leaves them before its own columns, bit
-// for bit. entries: one per slot; nothing is lacking behind it, which the host must remember: CarriedColumns stay. States, histories and records as in gdn_decode.cu.
-// Grid: (VALUE_HEADS, layers, entries), 256 threads. Reference: backends/reference/gdn.py `replay`.
+// for bit. entries: one per slot; nothing is lacking behind it, which the host must remember: CarriedColumns stay.
+// States, histories and records as in gdn_decode.cu. Grid: (VALUE_HEADS, layers, entries), 256 threads; blocks bring the
+// states of those that take their places into L2. Reference: backends/reference/gdn.py `replay`.
 #include "common.cuh"
 #include "gdn_step.cuh"
 
@@ -19,6 +20,7 @@ struct GdnFoldParams {
     uint64_t record_slot_stride;
     uint64_t record_layer_stride;
     uint64_t carried_offset;  // of CarriedColumns in a slot's records
+    int n_ahead;              // blocks that run at a time
 };
 
 namespace {
@@ -29,6 +31,15 @@ DEVICE uint64_t own_offset(const GdnFoldParams& p) {
 
 DEVICE float* matrix_of(const GdnFoldParams& p) {
     return reinterpret_cast<float*>(p.state + own_offset(p)) + blockIdx.x * GDN_DIM * GDN_DIM;
+}
+
+DEVICE void fetch_ahead(const GdnFoldParams& p) {
+    const int block = block_index() + p.n_ahead, layer = block / VALUE_HEADS % static_cast<int>(gridDim.y);
+    const int entry = block / VALUE_HEADS / static_cast<int>(gridDim.y);
+    if (entry >= static_cast<int>(gridDim.z)) return;
+    const unsigned char* const state =
+        p.state + p.entries[entry].slot * p.state_slot_stride + layer * p.state_layer_stride;
+    prefetch_state(reinterpret_cast<const float*>(state) + block % VALUE_HEADS * GDN_DIM * GDN_DIM);
 }
 
 }  // namespace
@@ -52,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) gdn_fold(const
     cp_async_commit();
     GdnRows s;
     load_state(s, matrix_of(p), at);
+    fetch_ahead(p);
     if (thread < GDN_HISTORY * GDN_HEAD_VECTORS && channels.owns(thread % GDN_HEAD_VECTORS)) {
         const int j = thread / GDN_HEAD_VECTORS, channel = channels.vector(thread % GDN_HEAD_VECTORS);
         store_16(reinterpret_cast<uint16_t*>(p.history + own_offset(p)) + j * GDN_CHANNELS + channel,

@@ -76,6 +76,7 @@ class GdnFoldParams(ctypes.Structure):
         ("record_slot_stride", ctypes.c_uint64),
         ("record_layer_stride", ctypes.c_uint64),
         ("carried_offset", ctypes.c_uint64),
+        ("n_ahead", ctypes.c_int32),
     )
 
 
@@ -215,6 +216,7 @@ class GdnFold:
     def __init__(self, device: Device, geometry: GdnGeometry) -> None:
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
+        self._n_ahead = _HEADS_PER_SM * device.n_sms
         self._kernel = device.kernel(_fold_spec(geometry))
 
     def launch(self, stream: Stream, *, n_entries: int, entries: int, states: int, records: int) -> None:
@@ -231,5 +233,6 @@ class GdnFold:
             layout.record_bytes_per_slot,
             layout.record_layer_stride,
             layout.carried_offset,
+            self._n_ahead,
         )
         self._kernel.launch((g.value_heads, g.n_layers, n_entries), params, stream)
