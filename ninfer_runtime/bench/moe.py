@@ -18,7 +18,7 @@ from ninfer_runtime.bench.running import Running
 if TYPE_CHECKING:
     from ninfer_runtime.backends.cuda.arena import Taker
     from ninfer_runtime.backends.cuda.device import Device, Stream
-    from ninfer_runtime.backends.cuda.ops.linear_small import Residual, Workspace
+    from ninfer_runtime.backends.cuda.ops.linear_small import Residual
     from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall, RoundExperts
     from ninfer_runtime.backends.cuda.weights import DeviceWeights, MoeTensors
 
@@ -34,7 +34,6 @@ class Bench:
     memory: "RoundExperts"
     x: int
     residual: "Residual"
-    workspace: "Workspace"
     region: tuple[int, int]
     """Where all of the memory begins and ends."""
     n_columns: int
@@ -60,7 +59,6 @@ def moe(run: Running) -> Iterator[Result]:
         begin, end = bench.region
         stream = device.stream()
         device.fill(begin, 0, end - begin, stream)
-        bench.workspace.clear(device, stream)
         device.synchronize(stream)
         for op in bench.ops:
             op.prepare()
@@ -71,15 +69,14 @@ def moe(run: Running) -> Iterator[Result]:
 
 
 def _laid_out(device: "Device", taker: "Taker", weights: "DeviceWeights", tensors: Sequence["MoeTensors"]) -> Bench:
-    from ninfer_runtime.backends.cuda.ops.linear_small import Residual, Workspace, workspace_bytes
+    from ninfer_runtime.backends.cuda.ops.linear_small import Residual
     from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall, RoundExperts
     from ninfer_runtime.backends.cuda.packing import activation_stride
 
     most, hidden = max(COLUMNS), weights.head.k
     begin = taker.take("bench", 0)
-    workspace = Workspace(taker, workspace_bytes(device, most))
     memory = RoundExperts.take(taker, tensors[0], most, len(tensors))
-    ops = [MoeSmall(device, taker, t, memory.of_layer(i), most, workspace) for i, t in enumerate(tensors)]
+    ops = [MoeSmall(device, t, memory.of_layer(i), most) for i, t in enumerate(tensors)]
     stride = activation_stride(hidden)
     residual = Residual(
         x=taker.take("bench/residual", 4 * most * hidden),
@@ -88,7 +85,7 @@ def _laid_out(device: "Device", taker: "Taker", weights: "DeviceWeights", tensor
         next_norm=taker.take("bench/norm", 2 * stride),
     )
     x = taker.take("bench/x", 2 * most * stride)
-    return Bench(tuple(ops), memory, x, residual, workspace, (begin, taker.take("bench", 0)), most)
+    return Bench(tuple(ops), memory, x, residual, (begin, taker.take("bench", 0)), most)
 
 
 def _measured(run: Running, device: "Device", bench: Bench, n_columns: int) -> Iterator[Result]:

@@ -137,8 +137,7 @@ class SmallMatrices:
         def ffn(layer: int, of: MlpTensors | MoeTensors, use: NetworkUse) -> MlpSmall | MoeRound:
             if isinstance(of, MoeTensors):
                 assert regions.experts is not None
-                memory, workspace = regions.experts.of_layer(layer), regions.linear_small_workspace
-                return MoeRound(MoeSmall(device, taker, of, memory, max_columns, workspace))
+                return MoeRound(MoeSmall(device, of, regions.experts.of_layer(layer), max_columns))
             return MlpSmall(small((of.gate_up,), "swiglu"), small((of.down,), "residual"), use)
 
         self.layers = [

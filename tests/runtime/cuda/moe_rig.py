@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN, MAX_SCALE
 from ninfer_runtime.backends.cuda.arena import Arena
-from ninfer_runtime.backends.cuda.ops.linear_small import Residual, RmsScale, Workspace, workspace_bytes
+from ninfer_runtime.backends.cuda.ops.linear_small import Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall, RoundExperts
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride, pack_matrix
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
@@ -68,12 +68,10 @@ class MoeRig:
         shared_down, self.shared_down = self._matrix(shape.shared, h, s)
         shared = MlpTensors(shared_gate_up, shared_down)
         self.tensors = MoeTensors(router, gate_up, down, shared, shape.top_k)
-        arena = Arena(device, workspace_bytes(device, n_columns) + (8 << 20))
-        workspace = Workspace(arena, workspace_bytes(device, n_columns))
-        workspace.clear(device, self.stream)
+        arena = Arena(device, 8 << 20)
         self.memory = RoundExperts.take(arena, self.tensors, n_columns, 1)
         self._clear_inner(n_columns)
-        self.op = MoeSmall(device, arena, self.tensors, self.memory, n_columns, workspace)
+        self.op = MoeSmall(device, self.tensors, self.memory, n_columns)
 
     def _clear_inner(self, n_columns: int) -> None:
         """Padding columns of inner activations are zero; the rest is NaN until a launch writes it."""

@@ -13,18 +13,18 @@ DEVICE float from_ordered_bits(uint32_t ordered) {
     return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
-// logits[i] of lane l is expert l + 32 i (those from EXPERTS on are not looked at). Afterwards every lane has the K ids
-// by falling logit, the lower id first among equals, and their shares: a softmax over these K, equal to one over all
-// that is divided by the sum of the K. Reference: backends/reference/moe.py, route.
+// logits[i] of lane l is expert l + 32 i (those from EXPERTS on are not looked at). Lane k < K gets the id of the k-th
+// largest logit, the lower id first among equals, and the logit; K <= 32.
 template <int EXPERTS, int K>
-DEVICE void route_token(const float (&logits)[ceil_div(EXPERTS, WARP_LANES)], int (&ids)[K], float (&shares)[K]) {
-    static_assert(K <= EXPERTS, "experts per token");
+DEVICE int route_lane(const float (&logits)[ceil_div(EXPERTS, WARP_LANES)], float& logit) {
+    static_assert(K <= EXPERTS && K <= WARP_LANES, "experts per token");
     constexpr int MINE = ceil_div(EXPERTS, WARP_LANES);
     const uint32_t lane = lane_id();
     uint32_t keys[MINE];  // 0: taken, or no expert
 #pragma unroll
     for (int i = 0; i < MINE; ++i)
         keys[i] = lane + WARP_LANES * i < EXPERTS ? maximum(ordered_bits(logits[i]), 1u) : 0u;
+    uint32_t own_id = 0, own_key = 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         uint32_t best = keys[0];
@@ -39,16 +39,33 @@ DEVICE void route_token(const float (&logits)[ceil_div(EXPERTS, WARP_LANES)], in
 #pragma unroll
         for (int i = 0; i < MINE; ++i)
             if (id == lane + WARP_LANES * i) keys[i] = 0;
-        ids[k] = static_cast<int>(id);
-        shares[k] = from_ordered_bits(best);
+        if (lane == static_cast<uint32_t>(k)) {
+            own_id = id;
+            own_key = best;
+        }
     }
-    const float largest = shares[0];
-    float sum = 0.0f;
+    logit = from_ordered_bits(own_key);
+    return static_cast<int>(own_id);
+}
+
+// The share of lane k < K, whose logit is the k-th largest: a softmax over these K, equal to one over all experts that is
+// divided by the sum of the K. Reference: backends/reference/moe.py, route.
+template <int K>
+DEVICE float share_of_lane(float logit) {
+    const float largest = shfl(logit, 0);
+    const float weight = static_cast<int>(lane_id()) < K ? expf(logit - largest) : 0.0f;
+    return weight / warp_sum(weight);
+}
+
+// Both for every lane: K ids by falling logit, and their shares.
+template <int EXPERTS, int K>
+DEVICE void route_token(const float (&logits)[ceil_div(EXPERTS, WARP_LANES)], int (&ids)[K], float (&shares)[K]) {
+    float logit;
+    const int id = route_lane<EXPERTS, K>(logits, logit);
+    const float share = share_of_lane<K>(logit);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-        shares[k] = expf(shares[k] - largest);
-        sum += shares[k];
+        ids[k] = shfl(id, k);
+        shares[k] = shfl(share, k);
     }
-#pragma unroll
-    for (int k = 0; k < K; ++k) shares[k] /= sum;
 }

@@ -1,12 +1,12 @@
 // Experts of up to 48 token columns: which block of a launch reads which expert's weights, and the products themselves.
 //
 // Every block of a launch routes all columns by itself from the router's logits: a warp per column, then a list of the
-// distinct experts with their (column, rank) pairs in shared memory. That is one launch fewer on the way than a list that
-// one block makes for all others. A pair is column * TOP_K + rank.
+// distinct experts with their (column, rank) pairs in shared memory. That is shorter than a list that one block makes for
+// all others. A pair is column * TOP_K + rank. An entry of the list is up to TILE tokens of one expert; an expert with more
+// has several entries side by side, whose blocks read its weights from L2.
 //
 // Weights are a ring of STAGES blocks of tiles.cuh per warp, which only its warp fills and reads, and which runs on from
-// expert to expert; activations go from global memory (L1) straight to registers, those of the block to come while this
-// one is multiplied. Up to eight tokens of an expert are one mma tile; more take more tiles of the same weights.
+// entry to entry.
 #pragma once
 
 #include "moe.cuh"
@@ -18,35 +18,40 @@
 #ifndef TOP_K
 #define TOP_K 8
 #endif
-#ifndef NT
-#define NT 1  // tiles of eight tokens
+#ifndef COLUMNS
+#define COLUMNS 8  // the most
 #endif
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef TILE
+#define TILE 8  // tokens of an entry; an mma has eight
+#endif
 
 constexpr int WARPS = THREADS / WARP_LANES;
-constexpr int COLUMNS = NT * 8;
 constexpr int PAIRS = COLUMNS * TOP_K;
 constexpr int DISTINCT = N_EXPERTS < PAIRS ? N_EXPERTS : PAIRS;
+constexpr int ENTRIES = DISTINCT + PAIRS / TILE;
 constexpr int MASK_WORDS = ceil_div(COLUMNS, 32);
 constexpr int CHUNKS = ceil_div(N_EXPERTS, WARP_LANES);
-static_assert(TOP_K <= WARP_LANES && CHUNKS <= WARP_LANES && N_EXPERTS < 65536 && NT <= 8, "geometry");
+static_assert(TOP_K <= WARP_LANES && CHUNKS <= WARP_LANES && N_EXPERTS < 65536 && TILE <= 8, "geometry");
+static_assert(COLUMNS % 8 == 0 && COLUMNS <= 64 && STAGES >= 2, "geometry");
 
 struct Selection {
     float shares[PAIRS];
     float shared_share[COLUMNS];
     uint32_t masks[N_EXPERTS][MASK_WORDS];  // columns of an expert
-    uint32_t chunks[CHUNKS];              // of 32 experts: how many are distinct, and << 16 their pairs
+    uint32_t chunks[CHUNKS];                // of 32 experts: their entries, and << 16 their pairs
     uint16_t begin_of[N_EXPERTS];
     uint16_t ids[PAIRS];
-    uint16_t experts[DISTINCT];           // by falling share for one column, otherwise ascending
-    uint16_t begins[DISTINCT + 1];        // of an expert's pairs
-    uint16_t pairs[PAIRS];                // expert after expert, columns ascending
-    uint16_t n_distinct;
+    uint16_t experts[ENTRIES];  // by falling share for one column, otherwise ascending
+    uint16_t begins[ENTRIES];   // of an entry's pairs
+    uint16_t counts[ENTRIES];
+    uint16_t pairs[PAIRS];      // expert after expert, columns ascending
+    uint16_t n_entries;
 };
 #ifdef SELECTION_BYTES
-static_assert(sizeof(Selection) <= SELECTION_BYTES, "shared memory of the selection");
+static_assert(sizeof(Selection) <= SELECTION_BYTES && SELECTION_BYTES % 128 == 0, "shared memory of the selection");
 #endif
 
 // Routing of one column by a warp; logits fp32 [N_EXPERTS + 1], the last one of the shared expert.
@@ -58,28 +63,21 @@ DEVICE void select_column(Selection& s, const float* logits, int column) {
         const int expert = lane + WARP_LANES * i;
         mine[i] = expert < N_EXPERTS ? logits[expert] : 0.0f;
     }
-    if (lane == 0) s.shared_share[column] = sigmoid(logits[N_EXPERTS]);
-    int ids[TOP_K];
-    float shares[TOP_K];
-    route_token<N_EXPERTS, TOP_K>(mine, ids, shares);
-    int id = 0;
-    float share = 0.0f;
-#pragma unroll
-    for (int k = 0; k < TOP_K; ++k) {
-        if (lane == k) {
-            id = ids[k];
-            share = shares[k];
-        }
-    }
+    const float shared = logits[N_EXPERTS];
+    float logit;
+    const int id = route_lane<N_EXPERTS, TOP_K>(mine, logit);
     if (lane < TOP_K) {
         s.ids[column * TOP_K + lane] = static_cast<uint16_t>(id);
-        s.shares[column * TOP_K + lane] = share;
         if (column == 0) {  // all there is where nothing else is
             s.experts[lane] = static_cast<uint16_t>(id);
             s.begins[lane] = static_cast<uint16_t>(lane);
+            s.counts[lane] = 1;
             s.pairs[lane] = static_cast<uint16_t>(lane);
         }
     }
+    const float share = share_of_lane<TOP_K>(logit);
+    if (lane < TOP_K) s.shares[column * TOP_K + lane] = share;
+    if (lane == 0) s.shared_share[column] = sigmoid(shared);
 }
 
 DEVICE int columns_of(const Selection& s, int expert) {
@@ -89,7 +87,7 @@ DEVICE int columns_of(const Selection& s, int expert) {
     return count;
 }
 
-// The distinct experts and their pairs, from the ids of all columns.
+// The entries, from the ids of all columns.
 DEVICE void list_experts(Selection& s, int n_columns) {
     const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < N_EXPERTS * MASK_WORDS; i += THREADS) s.masks[i / MASK_WORDS][i % MASK_WORDS] = 0;
@@ -99,34 +97,30 @@ DEVICE void list_experts(Selection& s, int n_columns) {
     __syncthreads();
     for (int chunk = warp_index(); chunk < CHUNKS; chunk += WARPS) {
         const int expert = chunk * WARP_LANES + lane;
-        const int count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
-        const uint32_t distinct = __popc(ballot(count > 0)), total = warp_sum(count);
-        if (lane == 0) s.chunks[chunk] = distinct | total << 16;
+        const uint32_t count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
+        const uint32_t total = warp_sum((count + TILE - 1) / TILE | count << 16);
+        if (lane == 0) s.chunks[chunk] = total;
     }
     __syncthreads();
     for (int chunk = warp_index(); chunk < CHUNKS; chunk += WARPS) {
         const int expert = chunk * WARP_LANES + lane;
-        const int count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
-        const uint32_t before = warp_sum(lane < chunk ? s.chunks[lane] : 0u);
-        const uint32_t here = ballot(count > 0);
-        int end = count;
+        const uint32_t count = expert < N_EXPERTS ? columns_of(s, expert) : 0;
+        const uint32_t own = (count + TILE - 1) / TILE | count << 16;
+        uint32_t end = own;
 #pragma unroll
         for (int delta = 1; delta < WARP_LANES; delta *= 2) {
-            const int lower = shfl_up(end, delta);
+            const uint32_t lower = shfl_up(end, delta);
             if (lane >= delta) end += lower;
         }
-        const int begin = static_cast<int>(before >> 16) + end - count;
-        const int position = static_cast<int>(before & 0xffffu) + __popc(here & ((1u << lane) - 1u));
-        if (count > 0) {
-            s.experts[position] = static_cast<uint16_t>(expert);
-            s.begins[position] = static_cast<uint16_t>(begin);
-            s.begin_of[expert] = static_cast<uint16_t>(begin);
+        end += warp_sum(lane < chunk ? s.chunks[lane] : 0u);
+        const int position = static_cast<int>((end - own) & 0xffffu), begin = static_cast<int>((end - own) >> 16);
+        if (count > 0) s.begin_of[expert] = static_cast<uint16_t>(begin);
+        for (int i = 0; i * TILE < static_cast<int>(count); ++i) {
+            s.experts[position + i] = static_cast<uint16_t>(expert);
+            s.begins[position + i] = static_cast<uint16_t>(begin + i * TILE);
+            s.counts[position + i] = static_cast<uint16_t>(minimum(static_cast<int>(count) - i * TILE, TILE));
         }
-        if (chunk == CHUNKS - 1 && lane == 0) {
-            const int n = static_cast<int>(before & 0xffffu) + __popc(here);
-            s.n_distinct = static_cast<uint16_t>(n);
-            s.begins[n] = static_cast<uint16_t>(n_columns * TOP_K);
-        }
+        if (chunk == CHUNKS - 1 && lane == WARP_LANES - 1) s.n_entries = static_cast<uint16_t>(end & 0xffffu);
     }
     __syncthreads();
     for (int pair = thread; pair < n_columns * TOP_K; pair += THREADS) {
@@ -146,26 +140,19 @@ DEVICE void list_experts(Selection& s, int n_columns) {
 DEVICE void select_experts(Selection& s, const float* logits, int n_columns) {
     for (int column = warp_index(); column < n_columns; column += WARPS)
         select_column(s, logits + column * (N_EXPERTS + 1), column);
-    if (n_columns == 1 && threadIdx.x == 0) {
-        s.n_distinct = TOP_K;
-        s.begins[TOP_K] = TOP_K;
-    }
+    if (n_columns == 1 && threadIdx.x == 0) s.n_entries = TOP_K;
     __syncthreads();
     if (n_columns > 1) list_experts(s, n_columns);
 }
 
-// The pairs of one expert.
-struct Expert {
-    int id;
+// The pairs of one entry.
+struct Entry {
     int begin;  // in Selection::pairs
     int count;
-    int tiles;  // of eight tokens
 
     DEVICE void open(const Selection& s, int entry) {
-        id = s.experts[entry];
         begin = s.begins[entry];
-        count = s.begins[entry + 1] - begin;
-        tiles = NT == 1 ? 1 : ceil_div(count, 8);
+        count = s.counts[entry];
     }
 
     // Missing tokens read the last one's row: they make columns that nobody reads.
@@ -192,27 +179,28 @@ struct WeightStream {
         stride = 0;
     }
 
-    // Requests the next block into a slot; one group per call. True when the run is at its end: the next one is due.
-    template <int SLOT>
+    // Requests the next block into a slot. True when the run is at its end: the next one is due.
+    template <int MOST_BYTES>
     DEVICE bool request(unsigned char* slot) {
         const int piece = static_cast<int>(lane_id()) * 16;
 #pragma unroll
-        for (int n = 0; n < ceil_div(SLOT, 512); ++n)
+        for (int n = 0; n < ceil_div(MOST_BYTES, 512); ++n)
             if (piece + n * 512 < n_bytes) cp_async_16(slot + piece + n * 512, at + n * 512);
         at += stride;
-        cp_async_commit();
         return --left == 0;
     }
 };
 
-using Sums = float[NT][4];
+template <int N>
+using SumsOf = float[N][4];
 
-DEVICE void clear(Sums& sums) {
+template <int N>
+DEVICE void clear(SumsOf<N>& sums) {
 #pragma unroll
-    for (int i = 0; i < NT * 4; ++i) sums[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < N * 4; ++i) sums[i / 4][i % 4] = 0.0f;
 }
 
-// One lane's activations of a block's columns in the first tile of tokens: 16-byte pieces, 32 columns apart.
+// One lane's activations of a block's columns: 16-byte pieces, 32 columns apart.
 template <int F>
 struct Pieces {
     static constexpr int COUNT = Tile<F>::STEP / 32;
@@ -225,11 +213,11 @@ struct Pieces {
     }
 };
 
-// sums += weights x activations for one block in shared memory. first: pieces of the first tile of tokens; row_of(n): row
-// of this lane's token in tile n; requests the ring's next block behind its own reads.
-template <int F, typename Rows, typename Request>
-DEVICE void multiply_block(const unsigned char* slot, const Pieces<F>& first, const Rows& row_of, int column, int tiles,
-                           const Request& request, Sums& sums) {
+// sums += weights x activations for one block in shared memory and `tiles` of N tiles of eight tokens.
+// operand(n, piece): this lane's 16 bytes of tile n, 32 columns each; behind() is called behind the reads of weights.
+template <int F, int N, typename Operand, typename Behind>
+DEVICE void multiply_block(const unsigned char* slot, int tiles, const Operand& operand, const Behind& behind,
+                           SumsOf<N>& sums) {
     using L = Tile<F>;
     const int lane = static_cast<int>(lane_id());
     uint32_t words[L::GROUPS][L::WORDS];
@@ -241,7 +229,7 @@ DEVICE void multiply_block(const unsigned char* slot, const Pieces<F>& first, co
         scales = tile_scales<F>(slot, lane);
 #pragma unroll
     for (int group = 0; group < L::GROUPS; ++group) tile_words<F>(words[group], slot, group, lane);
-    request();
+    behind();
 #pragma unroll
     for (int group = 0; group < L::GROUPS; ++group) {
         uint32_t a[4][4];
@@ -254,13 +242,9 @@ DEVICE void multiply_block(const unsigned char* slot, const Pieces<F>& first, co
             for (int j = 0; j < 4; ++j) tile_operand<F>(a[j], words[group], j);
         }
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            if (NT > 1 && n >= tiles) break;
-            uint4 b[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                b[half] = n == 0 ? first.pieces[2 * group + half]
-                                 : load_16(row_of(n) + (column + group * 64) * 2 + half * 64);
+        for (int n = 0; n < N; ++n) {
+            if (N > 1 && n >= tiles) break;
+            const uint4 b[2] = {operand(n, 2 * group), operand(n, 2 * group + 1)};
             if constexpr (F == BF16 || F == NVFP4) {  // nothing is left to scale
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -269,14 +253,13 @@ DEVICE void multiply_block(const unsigned char* slot, const Pieces<F>& first, co
                 }
             } else {
                 float parts[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-                constexpr int SECOND = F == W8 ? 1 : 0;  // W8 has a scale per 32 columns
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    mma_bf16(parts[half * SECOND], a[2 * half], b[half].x, b[half].y);
-                    mma_bf16(parts[half * SECOND], a[2 * half + 1], b[half].z, b[half].w);
+                    mma_bf16(parts[half], a[2 * half], b[half].x, b[half].y);
+                    mma_bf16(parts[half], a[2 * half + 1], b[half].z, b[half].w);
                 }
 #pragma unroll
-                for (int half = 0; half <= SECOND; ++half) {
+                for (int half = 0; half < 2; ++half) {  // W8 has a scale per 32 columns
                     const bool second = F == W8 ? half == 1 : group == 1;  // of the block's two scales
                     const float scale = second ? half_hi(scales.x) : half_lo(scales.x);
                     const float scale8 = second ? half_hi(scales.y) : half_lo(scales.y);

@@ -1,12 +1,14 @@
 // h[pair] = silu(gate) * up of the expert that a (column, rank) pair goes to, for up to 48 columns of a round: routing,
-// then one pass over the distinct experts' weights (moe_round.cuh). logits fp32 [T][N_EXPERTS + 1]; x bf16 [T][x_stride], to
-// be divided by its rms; bank in tiles (tiles.cuh), gate and up interleaved; h bf16 [T * TOP_K][out_stride]. The first
+// then one pass over the distinct experts' weights (moe_round.cuh). logits fp32 [T][N_EXPERTS + 1]; x bf16 [T][x_stride],
+// to be divided by its rms; bank in tiles (tiles.cuh), gate and up interleaved; h bf16 [T * TOP_K][out_stride]. The first
 // block also leaves the routing: ids int32 and shares fp32 [T][TOP_K], the shared expert's share fp32 [T].
 // Alignment: tiles 64 bytes, x and its rows 16. Reference: backends/reference/moe.py; tolerance 1e-5 |w||x| before the
 // SwiGLU and one rounding.
 //
-// A tile row is the work of SPLIT warps, which divide its columns: a (expert, tile row) pair of the grid's line for each
-// group of SPLIT warps in turn. The last one leaves the result; the others' sums go there through shared memory.
+// A tile row is the work of SPLIT warps, which divide its columns: an (entry, tile row) pair of the grid's line for each
+// group of SPLIT warps in turn. The last one leaves the result; the others' sums go there through shared memory. The ring
+// brings the tokens' columns of a block beside the block: from L2 they take as long as the weights take from memory.
+#define TILE 4
 #include "moe_round.cuh"
 
 #ifndef FORMAT
@@ -22,11 +24,14 @@
 #define EXPERT_TILES 64
 #endif
 
-constexpr int SLOT = Tile<FORMAT>::BLOCK_BYTES;
+constexpr int WEIGHT_BYTES = Tile<FORMAT>::BLOCK_BYTES;
+constexpr int TOKEN_BYTES = Tile<FORMAT>::STEP * 2;  // of a token's columns of a block
+constexpr int TOKEN_PIECES = TOKEN_BYTES / 16;
+constexpr int COPIES = TILE * TOKEN_PIECES / WARP_LANES;  // of a lane
+constexpr int SLOT = WEIGHT_BYTES + TILE * TOKEN_BYTES;
 constexpr int GROUPS = WARPS / SPLIT;
-constexpr int EXCHANGE = (SPLIT - 1) * NT * 4 * WARP_LANES;  // floats on their way in a group; two such
-static_assert(WARPS % SPLIT == 0 && GROUPS <= 15, "a barrier per group");
-static_assert(SELECTION_BYTES % 128 == 0, "alignment");
+constexpr int EXCHANGE = (SPLIT - 1) * 4 * WARP_LANES;  // floats on their way in a group; two such
+static_assert(WARPS % SPLIT == 0 && GROUPS <= 15 && TILE * TOKEN_PIECES % WARP_LANES == 0, "geometry");
 static_assert(SELECTION_BYTES + GROUPS * 2 * EXCHANGE * 4 + WARPS * STAGES * SLOT <= 101376, "shared memory");
 
 struct MoeGateUpParams {
@@ -47,6 +52,9 @@ struct MoeGateUpParams {
     float epsilon;
     float factor;  // of sums
 };
+
+// A token's row in a slot: 64 bytes off its neighbours', so that two rows of a phase touch all banks.
+DEVICE int in_row(int token, int byte) { return token * TOKEN_BYTES + (byte ^ (token & 1) * 64); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     moe_gate_up(const __grid_constant__ MoeGateUpParams p) {
@@ -69,106 +77,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (lane == 0) rstd[column] = p.ss != nullptr ? 1.0f / sqrtf(sum * p.inverse_hidden + p.epsilon) : 1.0f;
     }
     select_experts(s, p.logits, p.n_columns);
-    const int n_tasks = s.n_distinct * EXPERT_TILES;
+    const int n_tasks = s.n_entries * EXPERT_TILES;
 
     const int first_block = part * BLOCKS / SPLIT, n_blocks = (part + 1) * BLOCKS / SPLIT - first_block;
     const int stride = static_cast<int>(gridDim.x) * GROUPS;
     int asked = static_cast<int>(blockIdx.x) * GROUPS + group;  // the task that the ring has come to
     WeightStream stream;
+    const uint8_t* tokens[COPIES];  // this lane's pieces of the block that the ring has come to
+    int n_copies = 0;
     const auto open = [&] {
+        n_copies = 0;
         if (asked < n_tasks && n_blocks > 0) {
-            const size_t tile = static_cast<size_t>(s.experts[asked / EXPERT_TILES]) * EXPERT_TILES + asked % EXPERT_TILES;
-            stream.run(p.tiles + (tile * BLOCKS + first_block) * SLOT, n_blocks, SLOT, SLOT);
+            const int entry = asked / EXPERT_TILES;
+            const size_t tile = static_cast<size_t>(s.experts[entry]) * EXPERT_TILES + asked % EXPERT_TILES;
+            stream.run(p.tiles + (tile * BLOCKS + first_block) * WEIGHT_BYTES, n_blocks, WEIGHT_BYTES, WEIGHT_BYTES);
+            const int begin = s.begins[entry], count = s.counts[entry];
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i) {
+                const int piece = lane + i * WARP_LANES, token = piece / TOKEN_PIECES;
+                if (token >= count) continue;
+                tokens[i] = reinterpret_cast<const uint8_t*>(p.x) +
+                            static_cast<size_t>(s.pairs[begin + token] / TOP_K) * p.x_stride * 2 +
+                            first_block * TOKEN_BYTES + piece % TOKEN_PIECES * 16;
+                n_copies = i + 1;
+            }
         } else {
             stream.end();
         }
         asked += stride;
     };
+    const auto request = [&](unsigned char* slot) {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int piece = lane + i * WARP_LANES;
+            if (i < n_copies) {
+                cp_async_16(slot + WEIGHT_BYTES + in_row(piece / TOKEN_PIECES, piece % TOKEN_PIECES * 16), tokens[i]);
+                tokens[i] += TOKEN_BYTES;
+            }
+        }
+        const bool ended = stream.request<WEIGHT_BYTES>(slot);
+        cp_async_commit();
+        if (ended) open();
+    };
     open();
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i)
-        if (stream.request<SLOT>(ring + i * SLOT)) open();
+    for (int i = 0; i < STAGES - 1; ++i) request(ring + i * SLOT);
 
-    int task = static_cast<int>(blockIdx.x) * GROUPS + group;
-    const uint8_t* x = reinterpret_cast<const uint8_t*>(p.x + t * 8);
-    const auto row_at = [&](const Expert& expert, int n) {
-        return x + static_cast<size_t>(expert.pair(s, n * 8 + g) / TOP_K) * p.x_stride * 2;
-    };
-    Expert expert;
-    const uint8_t* row = x;
-    Pieces<FORMAT> ahead;
-    if (task < n_tasks) {
-        expert.open(s, task / EXPERT_TILES);
-        row = row_at(expert, 0);
-        if (n_blocks > 0) ahead.fetch(row, first_block * Tile<FORMAT>::STEP);
-    }
     int slot = 0, turn = 0;
 #pragma unroll 1
-    while (task < n_tasks) {
-        Expert next = expert;
-        const uint8_t* next_row = row;
-        if (task + stride < n_tasks) {
-            next.open(s, (task + stride) / EXPERT_TILES);
-            next_row = row_at(next, 0);
-        }
-        Sums sums;
+    for (int task = static_cast<int>(blockIdx.x) * GROUPS + group; task < n_tasks; task += stride) {
+        Entry entry;
+        entry.open(s, task / EXPERT_TILES);
+        const int token = minimum(g, entry.count - 1);
+        SumsOf<1> sums;
         clear(sums);
 #pragma unroll 1
         for (int i = 0; i < n_blocks; ++i) {
-            const int column = (first_block + i) * Tile<FORMAT>::STEP;
-            const Pieces<FORMAT> now = ahead;
-            if (i + 1 < n_blocks)
-                ahead.fetch(row, column + Tile<FORMAT>::STEP);
-            else
-                ahead.fetch(next_row, first_block * Tile<FORMAT>::STEP);
             cp_async_wait<STAGES - 2>();
             warp_sync();
             unsigned char* freed = ring + (slot == 0 ? (STAGES - 1) * SLOT : slot - SLOT);
-            multiply_block<FORMAT>(
-                ring + slot, now, [&](int n) { return row_at(expert, n); }, column, expert.tiles,
-                [&] {
-                    if (stream.request<SLOT>(freed)) open();
-                },
-                sums);
+            const unsigned char* row = ring + slot + WEIGHT_BYTES;
+            uint4 b[Pieces<FORMAT>::COUNT];
+#pragma unroll
+            for (int piece = 0; piece < Pieces<FORMAT>::COUNT; ++piece)
+                b[piece] = *reinterpret_cast<const uint4*>(row + in_row(token, piece * 64 + t * 16));
+            multiply_block<FORMAT, 1>(
+                ring + slot, 1, [&](int, int piece) { return b[piece]; }, [&] { request(freed); }, sums);
             slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
         }
         if constexpr (SPLIT > 1) {
             float* place = exchange + turn * EXCHANGE;
             if (part < SPLIT - 1) {
 #pragma unroll
-                for (int i = 0; i < NT * 4; ++i)
-                    if (NT == 1 || i / 4 < expert.tiles) place[(part * NT * 4 + i) * WARP_LANES] = sums[i / 4][i % 4];
+                for (int i = 0; i < 4; ++i) place[(part * 4 + i) * WARP_LANES] = sums[0][i];
             }
             barrier_sync(1 + group, SPLIT * WARP_LANES);
             if (part == SPLIT - 1) {
 #pragma unroll
                 for (int other = 0; other < SPLIT - 1; ++other)
 #pragma unroll
-                    for (int i = 0; i < NT * 4; ++i)
-                        if (NT == 1 || i / 4 < expert.tiles)
-                            sums[i / 4][i % 4] += place[(other * NT * 4 + i) * WARP_LANES];
+                    for (int i = 0; i < 4; ++i) sums[0][i] += place[(other * 4 + i) * WARP_LANES];
             }
             turn ^= 1;
         }
         const int out_row = task % EXPERT_TILES * 8 + g;
         if (part == SPLIT - 1 && out_row < p.n_out) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                if (NT > 1 && n >= expert.tiles) break;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = n * 8 + 2 * t + i;
-                    if (token >= expert.count) continue;
-                    const int pair = s.pairs[expert.begin + token];
-                    const float scale = rstd[pair / TOP_K] * p.factor;
-                    const float gate = sums[n][i] * scale, up = sums[n][i + 2] * scale;
-                    p.out[static_cast<size_t>(pair) * p.out_stride + out_row] = float_to_bf16(silu(gate) * up);
-                }
+            for (int i = 0; i < 2; ++i) {
+                if (2 * t + i >= entry.count) continue;
+                const int pair = s.pairs[entry.begin + 2 * t + i];
+                const float scale = rstd[pair / TOP_K] * p.factor;
+                const float gate = sums[0][i] * scale, up = sums[0][i + 2] * scale;
+                p.out[static_cast<size_t>(pair) * p.out_stride + out_row] = float_to_bf16(silu(gate) * up);
             }
         }
-        expert = next;
-        row = next_row;
-        task += stride;
     }
 
     if (blockIdx.x == 0) {

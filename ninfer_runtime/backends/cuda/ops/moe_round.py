@@ -1,11 +1,12 @@
-"""A mixture of experts for up to 48 token columns: three launches (``moe_gate_up.cu``, ``moe_down.cu``).
+"""A mixture of experts for up to 48 token columns: three launches.
 
-The first is ``linear_small``: the router's logits, and the shared expert's gate and up beside them. The second routes
-and multiplies gate and up of the distinct experts, the third all downs, the weighted sum and the residual stream.
-Reference: ``backends/reference/moe.py``.
+The first (``moe_route.cu``) makes the router's logits, and the shared expert's gate and up beside them. The second
+(``moe_gate_up.cu``) routes and multiplies gate and up of the distinct experts, the third (``moe_down.cu``) all downs,
+the weighted sum and the residual stream. Reference: ``backends/reference/moe.py``.
 """
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ninfer_format.errors import UnsupportedError
@@ -13,27 +14,50 @@ from ninfer_format.geometry import up
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops.linear_small import (
-    LinearSmall,
-    Output,
-    Residual,
-    RmsScale,
-    Workspace,
-)
+from ninfer_runtime.backends.cuda.ops.linear_small import Residual, RmsScale
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MoeTensors
 
 MAX_COLUMNS = 48
 MAX_EXPERTS = 1024
 MAX_BLOCK_SHARED = 101_376
-_TOKEN_TILE, _TILE_ROWS = 8, 16
-_WARPS = 8
-_SPLIT = 2
+_TILE_ROWS, _LANES = 16, 32
+_NARROW = 8
+"""Columns that launches of few are compiled for; all others take ``MAX_COLUMNS``."""
+_ROUTE_WARPS, _GATE_UP_WARPS, _DOWN_WARPS = 8, 8, 16
+_GATE_UP_SPLIT = 2
 """Warps that divide the columns of a tile row of gate and up: 8 of 256 experts are 512 tile rows, a card has two to
 three times as many warps that wait for memory."""
-_MAX_STAGES = 8
-_WIDE_TILES = 6
+_GATE_UP_TILE, _DOWN_TILE = 4, 8
+"""Tokens of an expert that a warp takes at once: of gate and up they lie in the ring, 256 bytes each beside 1,088."""
+_MAX_STAGES = {"moe_route": 8, "moe_gate_up": 4, "moe_down": 4}
+"""H200, 35B-A3B: rings of 8 blocks instead of 4 cost gate and up 10 %; less of other launches fits beside them."""
+_TWO_BLOCKS_SHARED = 160 << 10
+"""Shared memory of an SM from which on two blocks of gate and up have room there."""
 _BF16, _FLOAT, _INT = 2, 4, 4
+
+
+class MoeRouteParams(ctypes.Structure):
+    """Mirror of the struct of the same name in the kernel."""
+
+    _fields_ = (
+        ("router", ctypes.c_uint64),
+        ("shared_tiles", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("ss", ctypes.c_uint64),
+        ("logits", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("n_columns", ctypes.c_int32),
+        ("x_stride", ctypes.c_int32),
+        ("out_stride", ctypes.c_int32),
+        ("n_logits", ctypes.c_int32),
+        ("n_out", ctypes.c_int32),
+        ("router_tiles", ctypes.c_int32),
+        ("n_parts", ctypes.c_int32),
+        ("inverse_hidden", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+        ("factor", ctypes.c_float),
+    )
 
 
 class MoeGateUpParams(ctypes.Structure):
@@ -122,68 +146,115 @@ class RoundExperts:
         return replace(self, ids=self.ids + layer * self.layer_ids_bytes)
 
 
-def token_tiles(n_columns: int) -> int:
-    """Tiles of eight columns that a launch is compiled for: one, or as many as there may be."""
-    return 1 if n_columns <= _TOKEN_TILE else _WIDE_TILES
+def column_limits(max_columns: int) -> tuple[int, ...]:
+    """Numbers of columns that launches of up to ``max_columns`` are compiled for."""
+    return (_NARROW,) if max_columns <= _NARROW else (_NARROW, MAX_COLUMNS)
 
 
-def selection_bytes(n_experts: int, top_k: int, tiles: int) -> int:
+def selection_bytes(n_experts: int, top_k: int, columns: int, tile: int) -> int:
     """Shared memory of the kernels' ``Selection``."""
-    columns = _TOKEN_TILE * tiles
     pairs, words = columns * top_k, -(-columns // 32)
-    distinct = min(n_experts, pairs)
+    entries = min(n_experts, pairs) + pairs // tile
     floats = 4 * (pairs + columns + n_experts * words + -(-n_experts // 32))
-    return up(floats + 2 * (n_experts + 2 * pairs + 2 * distinct + 2), 128)
-
-
-def _budget(device: Device, tiles: int) -> int:
-    """Shared memory of a block; up to eight columns this launch and the next share an SM."""
-    whole = min(MAX_BLOCK_SHARED, device.shared_per_sm - 1024)
-    return min(whole, device.shared_per_sm // 2 - 1024) if tiles == 1 else whole
+    return up(floats + 2 * (n_experts + 2 * pairs + 3 * entries + 2), 128)
 
 
 def _spec(
-    device: Device, source: str, tiles: int, tensors: MoeTensors, rest_bytes: int, slot: int, *defines: tuple[str, int]
+    device: Device,
+    name: str,
+    tensors: MoeTensors,
+    columns: int,
+    *,
+    warps: int,
+    slot: int,
+    rest_bytes: int,
+    defines: Sequence[tuple[str, int]],
+    blocks_per_sm: int = 1,
 ) -> KernelSpec:
-    """The variant with as many stages as fit beside ``rest_bytes``."""
-    selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, tiles)
-    static_bytes = 4 * _TOKEN_TILE * tiles
-    stages = min(_MAX_STAGES, (_budget(device, tiles) - static_bytes - selection - rest_bytes) // (_WARPS * slot))
+    """The variant with as many stages of ``slot`` bytes per warp as fit beside ``rest_bytes``."""
+    budget = min(MAX_BLOCK_SHARED, device.shared_per_sm // blocks_per_sm - 1024) - 4 * columns - rest_bytes
+    stages = min(_MAX_STAGES[name], budget // (warps * slot))
     if stages < 2:
         raise UnsupportedError(
-            f"{source}: {tensors.n_experts} experts, {tensors.experts_per_token} per token and "
+            f"{name}: {tensors.n_experts} experts, {tensors.experts_per_token} per token and "
             f"{tensors.routed_down.format} leave {stages} stages in shared memory, 2 needed"
         )
     common = (
         ("N_EXPERTS", tensors.n_experts),
         ("TOP_K", tensors.experts_per_token),
-        ("NT", tiles),
+        ("COLUMNS", columns),
         ("STAGES", stages),
-        ("SELECTION_BYTES", selection),
     )
-    shared = selection + rest_bytes + _WARPS * stages * slot
-    name = source.removesuffix(".cu")
-    return KernelSpec(source, name, (*common, *defines), 32 * _WARPS, shared, 2 if tiles == 1 else 1)
+    shared = rest_bytes + warps * stages * slot
+    return KernelSpec(f"{name}.cu", name, (*common, *defines), _LANES * warps, shared, blocks_per_sm)
 
 
-def gate_up_spec(device: Device, tensors: MoeTensors, tiles: int) -> KernelSpec:
-    """The variant of ``moe_gate_up.cu`` for 8 · ``tiles`` columns."""
+def route_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
+    """The variant of ``moe_route.cu`` for up to ``columns`` columns."""
+    router, shared = tensors.router, tensors.shared.gate_up
+    return _spec(
+        device,
+        "moe_route",
+        tensors,
+        columns,
+        warps=_ROUTE_WARPS,
+        slot=max(router.block_bytes, shared.block_bytes),
+        rest_bytes=_ROUTE_WARPS * columns * _TILE_ROWS * _FLOAT,
+        defines=(
+            ("SHARED_FORMAT", shared.tile.code),
+            ("BLOCKS", router.k_steps),
+            ("SHARED_BLOCKS", shared.k_steps),
+        ),
+    )
+
+
+def gate_up_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
+    """The variant of ``moe_gate_up.cu`` for up to ``columns`` columns."""
     bank = tensors.routed_gate_up
-    exchange = _WARPS // _SPLIT * 2 * (_SPLIT - 1) * tiles * 4 * 32 * 4
-    defines = (("FORMAT", bank.tile.code), ("SPLIT", _SPLIT))
-    shape = (("BLOCKS", bank.k_steps), ("EXPERT_TILES", bank.expert_tiles))
-    return _spec(device, "moe_gate_up.cu", tiles, tensors, exchange, bank.block_bytes, *defines, *shape)
+    selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, columns, _GATE_UP_TILE)
+    exchange = _GATE_UP_WARPS // _GATE_UP_SPLIT * 2 * (_GATE_UP_SPLIT - 1) * 4 * _LANES * _FLOAT
+    return _spec(
+        device,
+        "moe_gate_up",
+        tensors,
+        columns,
+        warps=_GATE_UP_WARPS,
+        slot=bank.block_bytes + _GATE_UP_TILE * bank.tile.step * _BF16,
+        rest_bytes=selection + exchange,
+        defines=(
+            ("SELECTION_BYTES", selection),
+            ("FORMAT", bank.tile.code),
+            ("SPLIT", _GATE_UP_SPLIT),
+            ("BLOCKS", bank.k_steps),
+            ("EXPERT_TILES", bank.expert_tiles),
+        ),
+        blocks_per_sm=2 if device.shared_per_sm >= _TWO_BLOCKS_SHARED else 1,
+    )
 
 
-def down_spec(device: Device, tensors: MoeTensors, tiles: int) -> KernelSpec:
-    """The variant of ``moe_down.cu`` for 8 · ``tiles`` columns."""
+def down_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
+    """The variant of ``moe_down.cu`` for up to ``columns`` columns."""
     bank, shared = tensors.routed_down, tensors.shared.down
-    columns = _TOKEN_TILE * tiles
-    parts = max(columns * tensors.experts_per_token, _WARPS * columns) * _TILE_ROWS * 4
-    formats = (("FORMAT", bank.tile.code), ("SHARED_FORMAT", shared.tile.code))
-    shape = (("BLOCKS", bank.k_steps), ("SHARED_BLOCKS", shared.k_steps))
-    slot = max(bank.block_bytes, shared.block_bytes)
-    return _spec(device, "moe_down.cu", tiles, tensors, parts, slot, *formats, *shape)
+    split = 2 if columns == _NARROW else 1
+    selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, columns, _DOWN_TILE)
+    parts = max(split * columns * tensors.experts_per_token, min(_DOWN_WARPS, shared.k_steps) * columns)
+    return _spec(
+        device,
+        "moe_down",
+        tensors,
+        columns,
+        warps=_DOWN_WARPS,
+        slot=max(bank.block_bytes, shared.block_bytes),
+        rest_bytes=selection + parts * _TILE_ROWS * _FLOAT,
+        defines=(
+            ("SELECTION_BYTES", selection),
+            ("FORMAT", bank.tile.code),
+            ("SHARED_FORMAT", shared.tile.code),
+            ("SPLIT", split),
+            ("BLOCKS", bank.k_steps),
+            ("SHARED_BLOCKS", shared.k_steps),
+        ),
+    )
 
 
 class MoeSmall:
@@ -192,11 +263,9 @@ class MoeSmall:
     def __init__(
         self,
         device: Device,
-        taker: Taker,
         tensors: MoeTensors,
         memory: RoundExperts,
         max_columns: int,
-        workspace: Workspace,
     ) -> None:
         """UnsupportedError for shapes that have no kernels."""
         if not 1 <= tensors.n_experts <= MAX_EXPERTS or tensors.experts_per_token > 32:
@@ -206,11 +275,10 @@ class MoeSmall:
             )
         self.tensors, self.memory, self.max_columns = tensors, memory, max_columns
         self._device = device
-        first = (tensors.router, tensors.shared.gate_up)
-        self.route = LinearSmall(device, taker, first, "mixed", max_columns, workspace)
-        sizes = dict.fromkeys((token_tiles(1), token_tiles(max_columns)))
-        self._gate_up = {tiles: gate_up_spec(device, tensors, tiles) for tiles in sizes}
-        self._down = {tiles: down_spec(device, tensors, tiles) for tiles in sizes}
+        limits = column_limits(max_columns)
+        self._route = {columns: route_spec(device, tensors, columns) for columns in limits}
+        self._gate_up = {columns: gate_up_spec(device, tensors, columns) for columns in limits}
+        self._down = {columns: down_spec(device, tensors, columns) for columns in limits}
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -220,7 +288,7 @@ class MoeSmall:
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernel variants."""
-        return [*self.route.specs, *self._gate_up.values(), *self._down.values()]
+        return [*self._route.values(), *self._gate_up.values(), *self._down.values()]
 
     @property
     def ss_parts(self) -> int:
@@ -240,9 +308,14 @@ class MoeSmall:
 
     def launch_route(self, stream: Stream, n_columns: int, x: int, rstd: RmsScale | None) -> None:
         """Logits, and the shared expert's inner columns."""
-        m = self.memory
-        inner = Output(m.shared_h, stride=activation_stride(self.tensors.shared.down.k))
-        self.route.launch(stream, n_columns, x, rstd, (Output(m.logits, is_float=True), inner))
+        m, router, shared = self.memory, self.tensors.router, self.tensors.shared.gate_up
+        p = MoeRouteParams(router=router.pointer, shared_tiles=shared.pointer, x=x, logits=m.logits, out=m.shared_h)
+        p.n_columns, p.x_stride = n_columns, activation_stride(router.k)
+        p.out_stride = activation_stride(self.tensors.shared.down.k)
+        p.n_logits, p.n_out, p.router_tiles = router.n_outputs, shared.n_outputs, router.n_tiles
+        p.factor = shared.sums_factor
+        _divide(p, rstd)
+        self._queue(stream, self._route, n_columns, router.n_tiles + shared.n_tiles, p)
 
     def launch_gate_up(self, stream: Stream, n_columns: int, x: int, rstd: RmsScale | None) -> None:
         """The routing, and the routed experts' inner columns."""
@@ -251,12 +324,10 @@ class MoeSmall:
         p.shared_share, p.n_columns, p.n_out = m.shared_share, n_columns, bank.n_outputs
         p.x_stride, p.out_stride = activation_stride(bank.k), activation_stride(self.tensors.routed_down.k)
         p.factor = bank.sums_factor
-        if rstd is not None:
-            p.ss, p.n_parts, p.inverse_hidden, p.epsilon = rstd.ss, rstd.n_parts, 1 / rstd.hidden, rstd.epsilon
-        spec = self._gate_up[token_tiles(n_columns)]
+        _divide(p, rstd)
         tasks = min(self.tensors.n_experts, n_columns * self.tensors.experts_per_token) * bank.expert_tiles
-        grid = (min(self._device.n_sms * spec.min_blocks, -(-tasks // (_WARPS // _SPLIT))), 1, 1)
-        self._device.kernel(spec).launch(grid, p, stream)
+        most = self._device.n_sms * self._gate_up[_NARROW].min_blocks
+        self._queue(stream, self._gate_up, n_columns, min(most, -(-tasks * _GATE_UP_SPLIT // _GATE_UP_WARPS)), p)
 
     def launch_down(self, stream: Stream, n_columns: int, residual: Residual) -> None:
         """Everything behind the inner columns."""
@@ -268,4 +339,15 @@ class MoeSmall:
         p.h_stride, p.shared_stride = activation_stride(bank.k), activation_stride(shared.k)
         p.normed_stride = activation_stride(bank.n_outputs)
         p.factor, p.shared_factor = bank.sums_factor, shared.sums_factor
-        self._device.kernel(self._down[token_tiles(n_columns)]).launch((bank.expert_tiles, 1, 1), p, stream)
+        self._queue(stream, self._down, n_columns, bank.expert_tiles, p)
+
+    def _queue(
+        self, stream: Stream, variants: Mapping[int, KernelSpec], n_columns: int, n_blocks: int, p: ctypes.Structure
+    ) -> None:
+        spec = variants[_NARROW if n_columns <= _NARROW else MAX_COLUMNS]
+        self._device.kernel(spec).launch((n_blocks, 1, 1), p, stream)
+
+
+def _divide(p: MoeRouteParams | MoeGateUpParams, rstd: RmsScale | None) -> None:
+    if rstd is not None:
+        p.ss, p.n_parts, p.inverse_hidden, p.epsilon = rstd.ss, rstd.n_parts, 1 / rstd.hidden, rstd.epsilon
