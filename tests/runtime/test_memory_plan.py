@@ -145,9 +145,10 @@ def test_auto_takes_the_pages_that_leave_the_headroom() -> None:
         ((DENSE, "--gpu", "23GiB", *LONG, "--kv-dtype", "fp6"), "--kv-capacity auto"),
         pytest.param((DENSE, "--gpu", "17GiB", "--max-context", "32768"), "--weight-residency", marks=pytest.mark.slow),
         ((DENSE, "--gpu", "rtx5060ti", "--kv-dtype", "int8"), "--host-embedding"),
-        (
+        pytest.param(
             (DENSE, "--gpu", "14GiB", "--kv-dtype", "fp6", "--weight-residency", "ffn", "--n-ffn-layers", "64"),
-            "--n-ffn",
+            "--n-ffn-layers auto",
+            marks=pytest.mark.slow,
         ),
         pytest.param((DENSE, "--gpu", "16800MiB", *LONG), "--max-concurrency 1 --kv-dtype", marks=pytest.mark.slow),
         ((SPARSE, "--gpu", "21GiB", "--max-context", "262144"), "--max-context"),
