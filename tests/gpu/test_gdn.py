@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the card at the size of the 27B models, against the reference on the CPU."""
+"""Gated DeltaNet on the card at the sizes of the models, against the reference on the CPU."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ from tests.runtime.cuda.gdn_rig import (
 
 pytestmark = pytest.mark.gpu
 
-GEOMETRY = GdnGeometry(16, 48, 1)
+GEOMETRY, SMALLER = GdnGeometry(16, 48, 1), GdnGeometry(16, 32, 1)
+"""Of the dense model and of the mixture of experts."""
 PREFILL_BOUND = 0.01
 ROUND_BOUND = 3e-3
 STATE_BOUND = 1e-3
+LEFT, WRITTEN = True, False
 CUTS = [
-    ([(1, 1)] * 12, False),
-    ([(1, 1)] * 10 + [(2, 2)], True),
-    ([(6, 6), (6, 6)], False),
-    ([(4, 2), (6, 3), (2, 0), (5, 5), (3, 2)], False),
+    [(1, 1, WRITTEN)] * 12,
+    [*[(1, 1, LEFT)] * 6, (1, 1, WRITTEN), *[(1, 1, LEFT)] * 5],
+    [(6, 6, WRITTEN), (6, 6, WRITTEN)],
+    [(4, 2, WRITTEN), (6, 3, LEFT), (2, 0, LEFT), (5, 5, WRITTEN), (3, 2, WRITTEN)],
 ]
 """Columns evaluated and committed per round, and whether the state goes on lacking those before."""
 
@@ -59,10 +61,20 @@ def layer(generator: torch.Generator) -> Layer:
     return random_layer(GEOMETRY, generator)
 
 
-@pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 1), (1, 4), (3, 2), (8, 1), (8, 6)])
+SHAPES = [
+    *((GEOMETRY, *shape, False) for shape in [(1, 1), (1, 4), (3, 2), (8, 1), (8, 6)]),
+    (GEOMETRY, 8, 2, True),
+    (SMALLER, 8, 4, False),
+    (SMALLER, 5, 1, True),
+]
+
+
+@pytest.mark.parametrize(("geometry", "n_rows", "n_columns", "leaves"), SHAPES)
 def test_rounds_follow_the_reference(
-    device: CudaDevice, layer: Layer, generator: torch.Generator, n_rows: int, n_columns: int
+    device: CudaDevice, generator: torch.Generator, geometry: GdnGeometry, n_rows: int, n_columns: int, leaves: bool
 ) -> None:
+    """``leaves``: states go on lacking what is folded."""
+    layer = random_layer(geometry, generator)
     rig = Rig(device, layer, n_rows)
     states = [random_state(layer, generator) for _ in range(n_rows)]
     for slot, state in enumerate(states):
@@ -73,27 +85,30 @@ def test_rounds_follow_the_reference(
         for slot, state in enumerate(states):
             replay(state, records[slot], fold[slot])
             records[slot] = RowRecord(slot, n_columns)
-            lines.append(random_projections(GEOMETRY, n_columns, generator))
+            lines.append(random_projections(geometry, n_columns, generator))
             expected.append(layer.run(state, lines[slot], records[slot], torch.bfloat16))
-        rows = [Row(slot, n_columns, fold[slot], buffer) for slot in range(n_rows)]
+        rows = [Row(slot, n_columns, fold[slot], buffer, leaves) for slot in range(n_rows)]
         out = floats(rig.round(rows, n_columns, joined(lines)))
-        for slot, state in enumerate(states):
+        for slot in range(n_rows):
             assert relative_error(out[slot], expected[slot]) < ROUND_BOUND
-            assert relative_error(rig.read_state(slot)[0], device_state(state)[0]) < STATE_BOUND
-            assert np.array_equal(rig.read_state(slot)[1], device_state(state)[1])
         fold = [(slot + serial) % (n_columns + 1) for slot in range(n_rows)]
         buffer = 1 - buffer
+    rig.flush(*((slot, fold[slot], buffer) for slot in range(n_rows)))
+    for slot, state in enumerate(states):
+        replay(state, records[slot], fold[slot])
+        assert relative_error(rig.read_state(slot)[0], device_state(state)[0]) < STATE_BOUND
+        assert np.array_equal(rig.read_state(slot)[1], device_state(state)[1])
 
 
 def test_cuts_into_rounds_change_no_bit(device: CudaDevice, layer: Layer, generator: torch.Generator) -> None:
     x, wrong = (random_projections(GEOMETRY, 12, generator) for _ in range(2))
     start = device_state(random_state(layer, generator))
     results = []
-    for cut, leaves in CUTS:
+    for cut in CUTS:
         rig = Rig(device, layer, 1)
         rig.write_state(0, 0, *start)
         out, done, fold, buffer = [], 0, 0, 0
-        for evaluated, committed in cut:
+        for evaluated, committed, leaves in cut:
             lines = joined([x[done : done + committed], wrong[: evaluated - committed]])
             out.append(rig.round([Row(0, evaluated, fold, buffer, leaves)], evaluated, lines)[0, :committed])
             done, fold, buffer = done + committed, committed, 1 - buffer
