@@ -33,7 +33,7 @@ constexpr int CHUNKS = TOKEN_BYTES / 16 / THREADS;          // chunks that a thr
 constexpr int TOKENS_PER_PASS = THREADS / STAGE_CHUNKS;     // tokens that one chunk of every thread covers
 
 static_assert(THREADS == 256 && TOKENS % TOKENS_PER_PASS == 0 && TOKENS_PER_PASS % 2 == 0, "geometry");
-static_assert(STAGES >= 3 && STAGES * STAGE_BYTES <= 101376, "shared memory");
+static_assert(STAGES * STAGE_BYTES <= 101376, "shared memory");
 
 // ---- from codes to operands
 //
@@ -162,6 +162,7 @@ constexpr uint32_t ROW_STAGE_BYTES = LaneWeights::BLOCKS_PER_STAGE * LaneWeights
 template <bool IDLE, int L2_AHEAD, int N, typename Params, typename Copies>
 DEVICE void multiply(const Params& p, Copies& copies, const uint8_t* tiles, uint32_t first_row, uint32_t second_row,
                      unsigned char* ring, int n_stages, SumsOf<N>& sums) {
+    static_assert(STAGES >= 3 || N == 0, "a stage is waited for in the middle of the one before");
     using Lane = LaneWeights;
     constexpr int N_BLOCK = N % 4 == 0 ? 4 : N % 3 == 0 ? 3 : 2;  // token tiles whose operands are in registers together
     static_assert(N % N_BLOCK == 0 && N * 8 <= TOKENS, "token tiles");

@@ -1,88 +1,106 @@
-// A ring of stages of 128 columns in shared memory, of weights and of quantized rows, for products whose operands are read
-// as they lie: [each warp's two blocks of weights][codes of each token][what belongs to a token's codes].
-//
-// BLOCK bytes of a tile row in a stage; CODES and EXTRA bytes of a token: in memory a row is its codes, then its extras.
-// Codes of 128 bytes lie with their 16-byte chunk c at c ^ 4 (token & 1), so that 8 lanes of a phase read all banks.
+// As tile_product.cuh, with the weights in the ring too: two tile rows per warp times the tokens of a block, both copied
+// to shared memory STAGES - 1 stages ahead, so that neither registers nor other warps have to cover the memory's latency.
+// For few tokens per weight and two blocks per SM. Slots of tokens of all warps come first, then slots of weights, of
+// which a warp writes and reads only its own: blocks of tiles.cuh as they are, scales included.
 #pragma once
 
-#include "common.cuh"
-#include "tile_pieces.cuh"
+#include "tile_product.cuh"
 
-template <int BLOCK, int CODES, int EXTRA, int N_TOKENS>
-struct RingLayout {
-    static constexpr int WARP_BYTES = 2 * BLOCK;
-    static constexpr int TOKENS_AT = THREADS / WARP_LANES * WARP_BYTES;
-    static constexpr int EXTRAS_AT = TOKENS_AT + N_TOKENS * CODES;
-    static constexpr int STAGE_BYTES = EXTRAS_AT + N_TOKENS * EXTRA;
-    static constexpr int WEIGHT_CHUNKS = WARP_BYTES / 16;
-    static constexpr int CHUNKS = CODES / 16;                      // of a token
-    static constexpr int PASS_TOKENS = THREADS / CHUNKS;           // that one chunk of every thread covers
-    static constexpr int PASSES = N_TOKENS / PASS_TOKENS;
-    static_assert(BLOCK % 16 == 0 && CODES % 16 == 0 && (EXTRA == 8 || EXTRA == 16), "whole chunks");
-    static_assert(N_TOKENS % PASS_TOKENS == 0 && N_TOKENS <= THREADS && PASS_TOKENS % 2 == 0, "geometry");
+constexpr int ROW_PIECES = ROW_STAGE_BYTES / 16;  // of a tile row in a stage
+constexpr int WARP_BYTES = 2 * ROW_STAGE_BYTES;   // of a warp's weights in a stage
+constexpr int RING_BYTES = STAGES * (TOKEN_BYTES + WARPS * WARP_BYTES);
 
-    // Byte of a token's chunk from the first token's on.
-    static DEVICE int chunk_at(int token, int chunk) {
-        return token * CODES + (CODES == 128 ? chunk ^ 4 * (token & 1) : chunk) * 16;
-    }
-};
+DEVICE unsigned char* weights_slot(unsigned char* ring, int slot) {
+    return ring + STAGES * TOKEN_BYTES + (slot * WARPS + static_cast<int>(thread_index_anew()) / WARP_LANES) * WARP_BYTES;
+}
 
-// The copying side: the warp's own weights, and this thread's part of the tokens.
-template <typename Layout, int BLOCK, int CODES, int EXTRA, int N_TOKENS>
-struct RingCopies {
-    const uint8_t* weights;  // this lane's first chunk of the next stage; null: none
-    int second_row;          // bytes from where the second tile row's block would follow the first's to where it lies
-    const uint8_t* codes;    // this thread's chunk of its first token
-    const uint8_t* extras;
-    int pass_bytes[Layout::PASSES];  // to its other tokens
-
-    template <typename Params>
-    DEVICE RingCopies(const Params& p, const uint8_t* tiles, const Assignment& a, int token_tile, int stage) {
-        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
-        weights = nullptr;
-        second_row = 0;
-        if (a.matrix >= 0) {
-            weights = tiles + (static_cast<int64_t>(a.tile_row) * p.stages + stage) * BLOCK + lane * 16;
-            second_row = a.tile_row + 1 < p.n_tile_rows[a.matrix] ? (p.stages - 1) * BLOCK : -BLOCK;
+// Copies a stage of two tile rows, `second` bytes apart, to the warp's slot; l2_ahead: bytes from there on that the L2
+// is asked for, 0: none.
+DEVICE void copy_weights(unsigned char* to, const uint8_t* from, uint32_t second, uint32_t l2_ahead) {
+    const uint32_t lane = thread_index_anew() % WARP_LANES;
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+#pragma unroll
+        for (int i = 0; i < ceil_div(ROW_PIECES, WARP_LANES); ++i) {
+            const uint32_t piece = i * WARP_LANES + lane;
+            if (piece < ROW_PIECES)
+                cp_async_16(to + row * ROW_STAGE_BYTES + piece * 16, from + (row * second + piece * 16));
         }
-        // Tokens that do not exist repeat the last one; their sums are not written.
-        const int last = p.n_tokens - 1, first_token = token_tile * N_TOKENS + thread / Layout::CHUNKS;
-        const int token = minimum(first_token, last);
-        codes = p.x + token * p.row_bytes + stage * CODES + thread % Layout::CHUNKS * 16;
+    if (l2_ahead == 0) return;
 #pragma unroll
-        for (int i = 0; i < Layout::PASSES; ++i)
-            pass_bytes[i] =
-                static_cast<int>((minimum(first_token + Layout::PASS_TOKENS * i, last) - token) * p.row_bytes);
-        const int own = minimum(token_tile * N_TOKENS + thread % N_TOKENS, last);
-        extras = p.x + own * p.row_bytes + p.stages * CODES + stage * EXTRA;
-    }
+    for (int line = 0; line < ceil_div(ROW_STAGE_BYTES, 128); line += 16)
+        if ((line + lane % 16) * 128 < ROW_STAGE_BYTES)
+            prefetch_l2(from + (lane < 16 ? 0 : second) + l2_ahead + (line + lane % 16) * 128);
+}
 
-    // Queues one stage and goes on to the next.
-    DEVICE void copy(unsigned char* slot) {
-        const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
-        if (weights != nullptr) {
-            unsigned char* to = slot + warp_index() * Layout::WARP_BYTES + lane * 16;
+// What a lane needs of one 64-column group of a tile row whose stage is in shared memory.
+DEVICE void read_weights(LaneWeights& to, const unsigned char* stage, int group, int lane) {
+    using Layout = LaneWeights::Layout;
+    const unsigned char* block = stage + group / Layout::GROUPS * Layout::BLOCK_BYTES;
+    tile_words<FORMAT>(to.words, block, group % Layout::GROUPS, lane);
+    if constexpr (FORMAT == W8) to.pairs = tile_scales<W8>(block, lane);
+    if constexpr (FORMAT == NVFP4) {
+        const unsigned char* row = block + Layout::SCALES_AT + (lane >> 2) * 16 + group % Layout::GROUPS * 4;
+        to.pairs = make_uint2(*reinterpret_cast<const uint32_t*>(row), *reinterpret_cast<const uint32_t*>(row + 8));
+    }
+}
+
+// Sums of n_stages stages, of which the first STAGES - 1 are under way; the next one of the warp's weights begins at
+// `from`, its second tile row `second` bytes on. IDLE: only tokens are copied. copies.copy(p, slot, valid) queues this
+// thread's part of the next stage's tokens.
+template <bool IDLE, int L2_AHEAD, int N, typename Params, typename Copies>
+DEVICE void multiply_ring(const Params& p, const Copies& copies, const uint8_t* tiles, uint32_t from, uint32_t second,
+                          unsigned char* ring, int n_stages, SumsOf<N>& sums) {
+    static_assert(FORMAT != BF16 && N * 8 <= TOKENS && STAGES >= 2, "words are not the operand");
+    static_assert(N == 0 || (ROW_STAGE_BYTES % 16 == 0 && RING_BYTES <= 101376), "pieces of 16 bytes in shared memory");
+    int slot = 0;
+#pragma unroll 1
+    for (int left = n_stages; left > 0; --left) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // this stage is here, the one before is free
+        const bool valid = left >= STAGES;
+        const int free_slot = slot == 0 ? STAGES - 1 : slot - 1;
+        copies.copy(p, ring + free_slot * TOKEN_BYTES, valid);
+        if (!IDLE && valid) {
+            const bool ahead = L2_AHEAD > 0 && left > STAGES - 1 + L2_AHEAD;
+            copy_weights(weights_slot(ring, free_slot), tiles + from, second, ahead ? L2_AHEAD * ROW_STAGE_BYTES : 0);
+            from += ROW_STAGE_BYTES;
+        }
+        cp_async_commit();
+#pragma unroll 1
+        for (int group = 0; group < 2 && !IDLE; ++group) {
+            const uint32_t thread = thread_index_anew(), lane = thread % WARP_LANES, g = lane / 4, t = lane % 4;
+            const unsigned char* stage =
+                ring + STAGES * TOKEN_BYTES + (slot * WARPS + thread / WARP_LANES) * WARP_BYTES;
+            LaneWeights weights[2];
+            Scale scale[2][2];  // [m][row g, g + 8]
 #pragma unroll
-            for (int first = 0; first < Layout::WEIGHT_CHUNKS; first += WARP_LANES) {
-                const int chunk = first + lane;
-                if (first + WARP_LANES <= Layout::WEIGHT_CHUNKS || chunk < Layout::WEIGHT_CHUNKS)
-                    cp_async_16(to + first * 16, weights + first * 16 + (chunk >= BLOCK / 16 ? second_row : 0));
+            for (int m = 0; m < 2; ++m) read_weights(weights[m], stage + m * ROW_STAGE_BYTES, group, lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t operand[2][2][4];  // [m][j][register]
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    if (half == 0 || FORMAT == W8)
+                        weights[m].scales(stage + m * ROW_STAGE_BYTES + LaneWeights::Layout::SCALES_AT + g * 8, group,
+                                          half, scale[m]);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) weights[m].operand(2 * half + j, scale[m], operand[m][j]);
+                }
+                const unsigned char* rows =
+                    ring + slot * TOKEN_BYTES + g * 128 + group * GROUP_BYTES + (t + 4 * ((half ^ g) & 1)) * 16;
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const uint4 token = *reinterpret_cast<const uint4*>(rows + n * 1024);
+#pragma unroll
+                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][0], token.x, token.y);
+#pragma unroll
+                    for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], operand[m][1], token.z, token.w);
+                }
             }
-            weights += BLOCK;
         }
-        unsigned char* to = slot + Layout::TOKENS_AT +
-                            Layout::chunk_at(thread / Layout::CHUNKS, thread % Layout::CHUNKS);
-#pragma unroll
-        for (int i = 0; i < Layout::PASSES; ++i)
-            cp_async_16(to + i * Layout::PASS_TOKENS * CODES, codes + pass_bytes[i]);
-        if (thread < N_TOKENS) {
-            unsigned char* extra = slot + Layout::EXTRAS_AT + thread * EXTRA;
-            if constexpr (EXTRA == 8)
-                cp_async_8(extra, extras);
-            else
-                cp_async_16(extra, extras);
-        }
-        codes += CODES;
-        extras += EXTRA;
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
-};
+    cp_async_wait<0>();
+    __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
+}

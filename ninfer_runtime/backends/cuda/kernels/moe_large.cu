@@ -9,7 +9,7 @@
 // block computes one piece of work after the other, a warp two tile rows of it (tile_product.cuh), over as many token
 // tiles as the column has pairs. Blocks that run together share the columns, and the weights of an expert with several
 // columns, in the L2. Every sum has one owner, so results do not depend on the grid.
-#include "tile_product.cuh"
+#include "tile_ring.cuh"
 
 #ifndef SWIGLU
 #define SWIGLU 0
@@ -18,7 +18,9 @@
 #define GATHER 0
 #endif
 
-constexpr int L2_AHEAD = 4;  // stages that weights are asked into the L2 ahead of their use
+constexpr bool RING = MIN_BLOCKS > 1;  // weights pass through the ring too
+constexpr int L2_AHEAD = RING && STAGES > 2 ? 0 : 4;  // stages that weights are asked into the L2 ahead of their use
+constexpr int SLOT_BYTES = RING ? TOKEN_BYTES : STAGE_BYTES;  // of tokens
 constexpr int PASS_TILES = TOKENS_PER_PASS / 8;
 constexpr int PASSES = TOKENS / TOKENS_PER_PASS;
 
@@ -58,7 +60,7 @@ constexpr int CHUNK = PASSES, INDEX = PASSES + 1;
 constexpr uint32_t NO_TOKEN = ~uint32_t{0};  // instead of the begin of a row
 
 DEVICE uint32_t* kept(unsigned char* ring, int thread) {
-    return reinterpret_cast<uint32_t*>(ring + STAGES * STAGE_BYTES) + thread;
+    return reinterpret_cast<uint32_t*>(ring + (RING ? RING_BYTES : STAGES * STAGE_BYTES)) + thread;
 }
 
 // Copies this thread's 16-byte chunk of a token in each of N_PASSES passes to `slot`, and goes on to the next stage.
@@ -105,24 +107,21 @@ DEVICE void start_copies(const MoeLargeParams& p, unsigned char* ring, const Wor
         const bool exists = at < work.n_pairs;
         own[i * THREADS] = exists ? static_cast<uint32_t>(GATHER ? p.order[pair] : pair) * p.x_stride * 2 : NO_TOKEN;
     }
+    const uint32_t from = first_byte(p, work, 0), second = first_byte(p, work, 1) - from;
     const int lane = thread % WARP_LANES;
-    const uint8_t* scales = nullptr;  // a word of this lane's
-    if (work.tile_row >= 0) {
-        const uint8_t* rows[2] = {p.tiles + first_byte(p, work, 0), p.tiles + first_byte(p, work, 1)};
-        if (LaneWeights::STAGED_SCALES)
-            scales = (lane < 16 ? rows[0] : rows[1]) + LaneWeights::Layout::SCALES_AT + lane % 16 * 4;
+    if (!RING && work.tile_row >= 0) {
         const int bytes = minimum(p.stages, L2_AHEAD) * ROW_STAGE_BYTES;
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
 #pragma unroll 1
-            for (int at = lane * 128; at < bytes; at += WARP_LANES * 128) prefetch_l2(rows[m] + at);
+        for (int at = lane * 128; at < bytes; at += WARP_LANES * 128) {
+            prefetch_l2(p.tiles + from + at);
+            prefetch_l2(p.tiles + from + second + at);
+        }
     }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        unsigned char* slot = ring + i * STAGE_BYTES;
-        copy_tokens<PASSES>(p, ring, slot, i < p.stages);
-        if (scales != nullptr && i < p.stages)
-            cp_async_4(slot + TOKEN_BYTES + thread * 4, scales + i * ROW_STAGE_BYTES);
+        copy_tokens<PASSES>(p, ring, ring + i * SLOT_BYTES, i < p.stages);
+        if (RING && work.tile_row >= 0 && i < p.stages)
+            copy_weights(weights_slot(ring, i), p.tiles + from + i * ROW_STAGE_BYTES, second, 0);
         cp_async_commit();
     }
 }
@@ -156,12 +155,13 @@ DEVICE void finish(const MoeLargeParams& p, const Work& work, const SumsOf<N>& s
 }
 
 template <bool IDLE, int N>
-DEVICE void product(const MoeLargeParams& p, const Copies<ceil_div(N, PASS_TILES)>& copies, uint32_t first_row,
-                    uint32_t second_row, unsigned char* ring, SumsOf<N>& sums) {
-    if constexpr (MIN_BLOCKS > 1)
-        multiply_sparing<IDLE, L2_AHEAD, (N < 3), N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
+DEVICE void product(const MoeLargeParams& p, const Copies<ceil_div(N, PASS_TILES)>& copies, uint32_t from,
+                    uint32_t second, unsigned char* ring, SumsOf<N>& sums) {
+    if constexpr (RING)
+        multiply_ring<IDLE, L2_AHEAD, N>(p, copies, p.tiles, from + (STAGES - 1) * ROW_STAGE_BYTES, second, ring,
+                                         p.stages, sums);
     else
-        multiply<IDLE, L2_AHEAD, N>(p, copies, p.tiles, first_row, second_row, ring, p.stages, sums);
+        multiply<IDLE, L2_AHEAD, N>(p, copies, p.tiles, from, from + second, ring, p.stages, sums);
 }
 
 // One piece of work with N token tiles; afterwards the copies of the next one are under way. What it is, is read again
@@ -176,7 +176,8 @@ DEVICE void compute(const MoeLargeParams& p, unsigned char* ring) {
         if (work.tile_row < 0)
             product<true, N>(p, copies, 0, 0, ring, sums);
         else
-            product<false, N>(p, copies, first_byte(p, work, 0), first_byte(p, work, 1), ring, sums);
+            product<false, N>(p, copies, first_byte(p, work, 0), first_byte(p, work, 1) - first_byte(p, work, 0), ring,
+                              sums);
     }
     const int next = kept(ring, thread_index_anew())[INDEX * THREADS] + gridDim.x;
     if (next < *p.n_columns * p.row_tiles) start_copies(p, ring, work_of(p, next));

@@ -33,9 +33,8 @@ BLOCK_TOKENS = 32
 MAX_EXPERTS = 1024
 _ROUTER_TILE_ROWS = 5
 """Of a block: with 257 rows and 1,024 tokens of 32 each, 128 blocks."""
-_STAGES = 3
+_MAX_STAGES, _MAX_SHARED = 3, 101_376
 _THREADS, _ROUTE_THREADS = 256, 512
-_TOKENS_PER_PASS = 16
 _BF16, _FLOAT, _INT, _COLUMN = 2, 4, 4, 16
 
 
@@ -181,19 +180,21 @@ def most_columns(tensors: MoeTensors, n_tokens: int) -> int:
 
 
 def _product_spec(matrix: PackedMatrix) -> KernelSpec:
-    """Gate and up, or down, of a bank. Operands of BF16 are words as they are and need a block's registers."""
-    stage_bytes = COLUMN_TOKENS * STAGE_COLUMNS * _BF16 + 4 * _THREADS
-    kept_words = COLUMN_TOKENS // _TOKENS_PER_PASS + 2
+    """Gate and up, or down, of a bank. Weights pass through shared memory as deep as it is, but for BF16: its words are
+    operands as they are, and take a block's registers."""
+    token_bytes, kept_bytes = COLUMN_TOKENS * STAGE_COLUMNS * _BF16, 4 * _THREADS * (COLUMN_TOKENS // 16 + 2)
+    rings = matrix.format != "BF16"
+    weight_bytes = ROW_TILES * STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes if rings else 4 * _THREADS
+    stages = min(_MAX_STAGES, (_MAX_SHARED - kept_bytes) // (token_bytes + weight_bytes))
     defines = {
         "FORMAT": matrix.tile.code,
         "SWIGLU": int(matrix.interleaved),
         "GATHER": int(matrix.interleaved),
         "TOKENS": COLUMN_TOKENS,
-        "STAGES": _STAGES,
+        "STAGES": stages,
     }
-    shared = _STAGES * stage_bytes + 4 * _THREADS * kept_words
-    blocks = 1 if matrix.format == "BF16" else 2
-    return KernelSpec("moe_large.cu", "moe_large", tuple(defines.items()), _THREADS, shared, blocks)
+    shared = stages * (token_bytes + weight_bytes) + kept_bytes
+    return KernelSpec("moe_large.cu", "moe_large", tuple(defines.items()), _THREADS, shared, 2 if rings else 1)
 
 
 def _router_spec() -> KernelSpec:
@@ -237,7 +238,8 @@ class Grouped:
         spec = _product_spec(matrix)
         self._kernel = device.kernel(spec)
         self._row_tiles = -(-matrix.expert_tiles // ROW_TILES)
-        self._blocks = min(device.n_sms * spec.min_blocks, columns * self._row_tiles)
+        per_sm = max(1, min(spec.min_blocks, device.shared_per_sm // (spec.shared_bytes + 1024)))
+        self._blocks = min(device.n_sms * per_sm, columns * self._row_tiles)
         self._params = MoeLargeParams(
             tiles=matrix.pointer,
             order=memory.order,
