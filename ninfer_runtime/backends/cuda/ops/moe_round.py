@@ -1,8 +1,8 @@
 """A mixture of experts for up to 48 token columns: three launches.
 
-The first (``moe_route.cu``) makes the router's logits, and the shared expert's gate and up beside them. The second
-(``moe_gate_up.cu``) routes and multiplies gate and up of the distinct experts, the third (``moe_down.cu``) all downs,
-the weighted sum and the residual stream. Reference: ``backends/reference/moe.py``.
+The first (``moe_round_router.cu``) makes the router's logits, and the shared expert's gate and up beside them. The
+second (``moe_gate_up.cu``) routes and multiplies gate and up of the distinct experts, the third (``moe_down.cu``) all
+downs, the weighted sum and the residual stream. Reference: ``backends/reference/moe.py``.
 """
 
 import ctypes
@@ -24,20 +24,20 @@ MAX_BLOCK_SHARED = 101_376
 _TILE_ROWS, _LANES = 16, 32
 _NARROW = 8
 """Columns that launches of few are compiled for; all others take ``MAX_COLUMNS``."""
-_ROUTE_WARPS, _GATE_UP_WARPS, _DOWN_WARPS = 8, 8, 16
+_ROUTER_WARPS, _GATE_UP_WARPS, _DOWN_WARPS = 8, 8, 16
 _GATE_UP_SPLIT = 2
 """Warps that divide the columns of a tile row of gate and up: 8 of 256 experts are 512 tile rows, a card has two to
 three times as many warps that wait for memory."""
 _GATE_UP_TILE, _DOWN_TILE = 4, 8
 """Tokens of an expert that a warp takes at once: of gate and up they lie in the ring, 256 bytes each beside 1,088."""
-_MAX_STAGES = {"moe_route": 8, "moe_gate_up": 4, "moe_down": 4}
+_MAX_STAGES = {"moe_round_router": 8, "moe_gate_up": 4, "moe_down": 4}
 """H200, 35B-A3B: rings of 8 blocks instead of 4 cost gate and up 10 %; less of other launches fits beside them."""
 _TWO_BLOCKS_SHARED = 160 << 10
 """Shared memory of an SM from which on two blocks of gate and up have room there."""
 _BF16, _FLOAT, _INT = 2, 4, 4
 
 
-class MoeRouteParams(ctypes.Structure):
+class MoeRoundRouterParams(ctypes.Structure):
     """Mirror of the struct of the same name in the kernel."""
 
     _fields_ = (
@@ -189,17 +189,17 @@ def _spec(
     return KernelSpec(f"{name}.cu", name, (*common, *defines), _LANES * warps, shared, blocks_per_sm)
 
 
-def route_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
-    """The variant of ``moe_route.cu`` for up to ``columns`` columns."""
+def router_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
+    """The variant of ``moe_round_router.cu`` for up to ``columns`` columns."""
     router, shared = tensors.router, tensors.shared.gate_up
     return _spec(
         device,
-        "moe_route",
+        "moe_round_router",
         tensors,
         columns,
-        warps=_ROUTE_WARPS,
+        warps=_ROUTER_WARPS,
         slot=max(router.block_bytes, shared.block_bytes),
-        rest_bytes=_ROUTE_WARPS * columns * _TILE_ROWS * _FLOAT,
+        rest_bytes=_ROUTER_WARPS * columns * _TILE_ROWS * _FLOAT,
         defines=(
             ("SHARED_FORMAT", shared.tile.code),
             ("BLOCKS", router.k_steps),
@@ -276,7 +276,7 @@ class MoeSmall:
         self.tensors, self.memory, self.max_columns = tensors, memory, max_columns
         self._device = device
         limits = column_limits(max_columns)
-        self._route = {columns: route_spec(device, tensors, columns) for columns in limits}
+        self._router = {columns: router_spec(device, tensors, columns) for columns in limits}
         self._gate_up = {columns: gate_up_spec(device, tensors, columns) for columns in limits}
         self._down = {columns: down_spec(device, tensors, columns) for columns in limits}
 
@@ -288,7 +288,7 @@ class MoeSmall:
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernel variants."""
-        return [*self._route.values(), *self._gate_up.values(), *self._down.values()]
+        return [*self._router.values(), *self._gate_up.values(), *self._down.values()]
 
     @property
     def ss_parts(self) -> int:
@@ -309,13 +309,15 @@ class MoeSmall:
     def launch_route(self, stream: Stream, n_columns: int, x: int, rstd: RmsScale | None) -> None:
         """Logits, and the shared expert's inner columns."""
         m, router, shared = self.memory, self.tensors.router, self.tensors.shared.gate_up
-        p = MoeRouteParams(router=router.pointer, shared_tiles=shared.pointer, x=x, logits=m.logits, out=m.shared_h)
+        p = MoeRoundRouterParams(
+            router=router.pointer, shared_tiles=shared.pointer, x=x, logits=m.logits, out=m.shared_h
+        )
         p.n_columns, p.x_stride = n_columns, activation_stride(router.k)
         p.out_stride = activation_stride(self.tensors.shared.down.k)
         p.n_logits, p.n_out, p.router_tiles = router.n_outputs, shared.n_outputs, router.n_tiles
         p.factor = shared.sums_factor
         _divide(p, rstd)
-        self._queue(stream, self._route, n_columns, router.n_tiles + shared.n_tiles, p)
+        self._queue(stream, self._router, n_columns, router.n_tiles + shared.n_tiles, p)
 
     def launch_gate_up(self, stream: Stream, n_columns: int, x: int, rstd: RmsScale | None) -> None:
         """The routing, and the routed experts' inner columns."""
@@ -348,6 +350,6 @@ class MoeSmall:
         self._device.kernel(spec).launch((n_blocks, 1, 1), p, stream)
 
 
-def _divide(p: MoeRouteParams | MoeGateUpParams, rstd: RmsScale | None) -> None:
+def _divide(p: MoeRoundRouterParams | MoeGateUpParams, rstd: RmsScale | None) -> None:
     if rstd is not None:
         p.ss, p.n_parts, p.inverse_hidden, p.epsilon = rstd.ss, rstd.n_parts, 1 / rstd.hidden, rstd.epsilon

@@ -24,7 +24,7 @@ constexpr int SLOT = ROUTER_BYTES > SHARED_BYTES ? ROUTER_BYTES : SHARED_BYTES;
 constexpr int ROWS = 16;
 static_assert(WARPS * COLUMNS * ROWS * 4 + WARPS * STAGES * SLOT <= 101376, "shared memory");
 
-struct MoeRouteParams {
+struct MoeRoundRouterParams {
     const uint8_t* router;
     const uint8_t* shared_tiles;
     const uint16_t* x;
@@ -45,7 +45,7 @@ struct MoeRouteParams {
 
 // This warp's part of a tile row: every WARPS-th block, those in the ring and those to come.
 template <int F>
-DEVICE void multiply_row(const MoeRouteParams& p, WeightStream& stream, unsigned char* ring, int n_blocks,
+DEVICE void multiply_row(const MoeRoundRouterParams& p, WeightStream& stream, unsigned char* ring, int n_blocks,
                          SumsOf<NT>& sums) {
     const int lane = static_cast<int>(lane_id()), g = lane >> 2, t = lane & 3;
     const int tiles = NT == 1 ? 1 : ceil_div(p.n_columns, 8);
@@ -77,7 +77,8 @@ DEVICE void multiply_row(const MoeRouteParams& p, WeightStream& stream, unsigned
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_route(const __grid_constant__ MoeRouteParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    moe_round_router(const __grid_constant__ MoeRoundRouterParams p) {
     DYNAMIC_SHARED(unsigned char, shared);
     STATIC_SHARED(float, rstd[COLUMNS]);
     float* parts = reinterpret_cast<float*>(shared);  // [WARPS][COLUMNS][ROWS]
