@@ -24,7 +24,7 @@ from ninfer_format.errors import NinferError
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.ops import linear_small
-from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Workspace, kernel_spec
+from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Workspace, plan
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER, LinearSmallTuning
 from scripts import lab_linear
 from scripts.lab_linear import KINDS, LAYER, WORKSPACE_BYTES, Lab, chain, clocks
@@ -33,118 +33,127 @@ MIN_LARGE_TILE_ROWS = 640
 CLASSES = {MIN_LARGE_TILE_ROWS: ("gdn_in", "gate_up"), 0: ("out", "down")}
 WHOLE = 101_376
 LARGEST_ERROR = 1.0
-FINALISTS = 3
+FINALISTS = 4
 TIMED_COLUMNS = {4: 1}
 PLAIN = LinearSmallTuning(48, 0, 8, 1, 1, 1, WHOLE, 12, 0)  # of sizes that are not timed
 
-# By size and class: warps, tile rows, blocks, blocks that registers are limited for, most stages, activation columns
-# that are staged, phases, sums of groups, activations 1 ahead or 2 shared.
-SHAPES: dict[int, dict[int, tuple[tuple[int, ...], ...]]] = {
+Geometry = dict[str, int]
+
+
+def shape(warps: int, tile_rows: int, blocks: int, min_blocks: int, stages: int, **more: int) -> Geometry:
+    """A candidate's fields."""
+    first = {"warps": warps, "tile_rows": tile_rows, "blocks_per_sm": blocks, "min_blocks": min_blocks}
+    return {**first, "max_stages": stages, "x_columns": 0, **more}
+
+
+def held(geometry: Geometry, *choices: tuple[int, int]) -> list[Geometry]:
+    """The geometry alone, and with shares of the weights handed out in pieces of so many steps."""
+    pieces = [{"held_percent": percent, "piece_steps": steps} for percent, steps in choices]
+    return [geometry, *({**geometry, **how} for how in pieces)]
+
+
+SHARED = {"x_ahead": 0, "shared_x": 1}
+# By size and class.
+SHAPES: dict[int, dict[int, list[Geometry]]] = {
     4: {
-        MIN_LARGE_TILE_ROWS: (
-            (16, 1, 1, 2, 12, 0, 1, 1, 0),
-            (12, 1, 1, 2, 12, 0, 1, 1, 0),
-            (8, 2, 1, 2, 12, 0, 1, 1, 1),
-            (8, 2, 1, 2, 12, 0, 1, 1, 0),
-            (8, 2, 1, 2, 12, 0, 1, 0, 1),
-            (8, 2, 2, 2, 4, 0, 1, 1, 1),
-            (8, 2, 2, 2, 4, 0, 1, 1, 0),
-            (8, 2, 2, 2, 4, 0, 1, 0, 1),
-            (16, 1, 1, 1, 12, 0, 1, 1, 1),
-            (16, 1, 1, 1, 4, 0, 1, 0, 1),
-            (16, 1, 1, 1, 4, 0, 2, 0, 1),
-        ),
-        0: (
-            (16, 1, 1, 2, 12, 0, 1, 1, 0),
-            (16, 1, 1, 2, 12, 0, 4, 1, 0),
-            (16, 1, 1, 2, 12, 0, 8, 1, 0),
-            (12, 1, 1, 2, 12, 0, 4, 0, 0),
-            (16, 1, 1, 1, 4, 0, 1, 0, 1),
-            (16, 1, 1, 1, 4, 0, 4, 0, 1),
-            (16, 1, 1, 1, 4, 0, 8, 0, 1),
-            (16, 1, 1, 1, 4, 0, 8, 1, 1),
-            (8, 2, 1, 2, 12, 0, 8, 0, 1),
-            (8, 2, 1, 2, 12, 0, 4, 0, 1),
-            (8, 2, 2, 2, 4, 0, 8, 0, 1),
-        ),
+        MIN_LARGE_TILE_ROWS: [
+            *held(shape(8, 2, 2, 2, 4), (12, 2), (20, 2), (20, 1), (30, 3)),
+            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            *held(shape(4, 2, 3, 4, 4), (20, 2)),
+            shape(4, 2, 4, 4, 4),
+            shape(4, 2, 4, 5, 4, x_ahead=0),
+            *held(shape(8, 1, 2, 3, 6, x_ahead=0), (20, 2)),
+            *held(shape(8, 2, 1, 2, 12), (20, 2)),
+            *held(shape(16, 1, 1, 2, 12, group_sums=1, x_ahead=0), (20, 2)),
+        ],
+        0: [
+            *held(shape(8, 2, 2, 2, 4, phases=8), (20, 2), (20, 1)),
+            *held(shape(8, 2, 2, 2, 4, phases=4), (20, 2), (20, 1)),
+            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            shape(16, 1, 1, 1, 4, phases=4),
+            shape(4, 2, 3, 4, 4, phases=4),
+            shape(4, 2, 4, 4, 4, phases=4),
+            shape(8, 1, 2, 3, 6, phases=8, x_ahead=0),
+            shape(8, 2, 1, 2, 12, phases=8),
+        ],
     },
     8: {
-        MIN_LARGE_TILE_ROWS: (
-            (8, 2, 2, 2, 4, 0, 1, 0, 1),
-            (8, 2, 2, 2, 4, 0, 1, 1, 1),
-            (8, 2, 1, 2, 12, 0, 1, 0, 1),
-            (16, 1, 1, 1, 4, 0, 1, 0, 1),
-        ),
-        0: (
-            (16, 1, 1, 1, 4, 0, 1, 0, 1),
-            (16, 1, 1, 1, 4, 0, 4, 0, 1),
-            (8, 2, 1, 2, 12, 0, 4, 0, 1),
-            (8, 2, 2, 2, 4, 0, 2, 0, 1),
-        ),
+        MIN_LARGE_TILE_ROWS: [
+            *held(shape(8, 2, 2, 2, 4), (12, 2), (20, 2)),
+            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            shape(4, 2, 4, 4, 4),
+        ],
+        0: [
+            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            shape(16, 1, 1, 1, 4, phases=2),
+            *held(shape(8, 2, 2, 2, 4, phases=4), (20, 2)),
+            shape(4, 2, 4, 4, 4, phases=2),
+        ],
     },
     16: {
-        MIN_LARGE_TILE_ROWS: (
-            (8, 4, 1, 1, 12, 0, 1, 0, 1),
-            (8, 2, 1, 1, 12, 0, 1, 0, 1),
-            (12, 2, 1, 1, 12, 0, 1, 0, 1),
-            (16, 1, 1, 1, 12, 0, 1, 0, 1),
-            (8, 2, 1, 1, 12, 0, 1, 0, 2),
-            (8, 2, 2, 2, 12, 0, 1, 0, 2),
-            (16, 1, 1, 1, 12, 0, 1, 0, 2),
-        ),
-        0: (
-            (8, 2, 1, 1, 12, 0, 1, 0, 2),
-            (8, 2, 2, 2, 12, 0, 1, 0, 2),
-            (16, 1, 1, 1, 12, 0, 1, 0, 2),
-            (8, 2, 1, 1, 12, 0, 1, 0, 1),
-            (8, 2, 1, 1, 12, 0, 2, 0, 1),
-            (16, 1, 1, 1, 12, 0, 1, 0, 1),
-            (16, 1, 1, 1, 12, 0, 2, 0, 1),
-        ),
+        MIN_LARGE_TILE_ROWS: [
+            shape(12, 2, 1, 1, 12),
+            shape(8, 2, 2, 2, 12, **SHARED),
+            shape(16, 1, 1, 1, 12, **SHARED),
+        ],
+        0: [
+            shape(16, 1, 1, 1, 12),
+            shape(16, 1, 1, 1, 12, phases=2),
+            shape(16, 1, 1, 1, 12, phases=4),
+            shape(16, 1, 1, 1, 12, **SHARED),
+        ],
     },
     32: {
-        MIN_LARGE_TILE_ROWS: (
-            (8, 2, 1, 1, 12, 0, 1, 0, 1),
-            (8, 2, 1, 1, 12, 0, 1, 0, 2),
-            (16, 1, 1, 1, 12, 128, 1, 0, 1),
-        ),
-        0: (
-            (8, 2, 1, 1, 12, 0, 1, 0, 2),
-            (8, 2, 1, 1, 12, 0, 1, 0, 1),
-            (8, 2, 1, 1, 12, 0, 2, 0, 1),
-            (16, 1, 1, 1, 12, 128, 1, 0, 1),
-        ),
+        MIN_LARGE_TILE_ROWS: [
+            shape(8, 2, 1, 1, 12),
+            shape(8, 2, 1, 1, 12, **SHARED),
+        ],
+        0: [
+            shape(8, 2, 1, 1, 12, phases=2),
+            shape(8, 2, 1, 1, 12, **SHARED),
+            {**shape(16, 1, 1, 1, 12), "x_columns": 128},
+        ],
     },
 }
 
 
 def candidates(size: int, min_tile_rows: int) -> list[LinearSmallTuning]:
     """What is worth trying for launches of a class and size."""
-    made = []
-    for *shape, phases, sums, ahead in SHAPES[size][min_tile_rows]:
-        warps, rows, blocks, min_blocks, stages, x_columns = shape
-        geometry = (warps, rows, blocks, min_blocks, WHOLE, stages, x_columns)
-        how = {"phases": phases, "group_sums": sums, "x_ahead": ahead % 2, "shared_x": ahead // 2}
-        made.append(LinearSmallTuning(size, min_tile_rows, *geometry, **how))
-    return made
+    return [
+        LinearSmallTuning(columns=size, min_tile_rows=min_tile_rows, shared_bytes=WHOLE, **geometry)
+        for geometry in SHAPES[size][min_tile_rows]
+    ]
 
 
 def describe(choice: LinearSmallTuning) -> str:
     """A candidate in a line."""
+    defaults = LinearSmallTuning(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    rest = [
+        f"{field.name} {getattr(choice, field.name)}"
+        for field in dataclasses.fields(choice)[8:]
+        if getattr(choice, field.name) != getattr(defaults, field.name)
+    ]
     return (
         f"{choice.warps:2d}w x{choice.tile_rows} {choice.blocks_per_sm}/{choice.min_blocks} blocks "
-        f"{choice.max_stages:2d} stages x{choice.x_columns} {choice.phases} phases sums {choice.group_sums} "
-        f"ahead {choice.x_ahead} shared {choice.shared_x}"
+        f"{choice.max_stages:2d} stages {' '.join(rest)}"
     )
+
+
+def in_place(choice: LinearSmallTuning) -> None:
+    """Give launches of the candidate's size its geometry."""
+
+    def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool) -> LinearSmallTuning:
+        return choice if size == choice.columns else PLAIN
+
+    setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - in the product's place
 
 
 def specs(lab: Lab, choice: LinearSmallTuning, kinds: tuple[str, ...]) -> Iterator[KernelSpec]:
     """The variants of a candidate."""
+    in_place(choice)
     for kind in kinds:
-        matrices = lab.weights[kind][0]
-        formats = frozenset(matrix.tile for matrix in matrices)
         with contextlib.suppress(NinferError):
-            yield kernel_spec(formats, KINDS[kind][0], choice.columns, choice, matrices[0].k_padded)
+            yield plan(lab.device, lab.weights[kind][0], KINDS[kind][0], choice.columns).spec
 
 
 class Tuner:
@@ -158,11 +167,7 @@ class Tuner:
 
     def ops(self, kind: str, choice: LinearSmallTuning) -> list[LinearSmall]:
         """Launches of a kind with this geometry."""
-
-        def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool) -> LinearSmallTuning:
-            return choice if size == choice.columns else PLAIN
-
-        setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - in the product's place
+        in_place(choice)
         return [
             LinearSmall(self.lab.device, self.arena, matrices, KINDS[kind][0], choice.columns, self.workspace)
             for matrices in self.lab.weights[kind]

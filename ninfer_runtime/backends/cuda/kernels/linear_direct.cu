@@ -368,10 +368,27 @@ DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end
     }
 }
 
+DEVICE void run_any(const LinearSmallParams& p, const Segment& s, int begin, int end, Walk& walk, Sums& sums) {
+    const int format = p.format[s.matrix];
+    if constexpr (FORMATS >> Q4 & 1)
+        if (format == Q4) run<Q4>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> Q5 & 1)
+        if (format == Q5) run<Q5>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> Q6 & 1)
+        if (format == Q6) run<Q6>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> W8 & 1)
+        if (format == W8) run<W8>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> BF16 & 1)
+        if (format == BF16) run<BF16>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> NVFP4 & 1)
+        if (format == NVFP4) run<NVFP4>(p, s, begin, end, walk, sums);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_direct(const __grid_constant__ LinearSmallParams p) {
     DYNAMIC_SHARED(unsigned char, shared);  // rings, sums of phases, sums of groups
     STATIC_SHARED(float, scratch[THREADS]);
+    STATIC_SHARED(int, queue[HELD ? WARPS * QUEUE : 1]);
     static_assert(RING_BYTES + X_BYTES + 4 * PHASE_BUFFERS * PHASE_WORDS <= 101376, "shared memory");
     const int lane = static_cast<int>(lane_id()), g = lane >> 2, t = lane & 3;
     const int lane_begin = span_begin(p, blockIdx.x + lane);
@@ -382,6 +399,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     walk.freed = walk.slot + (STAGES - 1) * STAGE_BYTES;
     walk.ring_end = walk.slot + STAGES * STAGE_BYTES;
     walk.stream.unit = begin;
+    walk.stream.pieces = queue + warp_index() * QUEUE;
+    walk.stream.n_taken = 0;
     walk.stream.open(p, begin, end);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -423,33 +442,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums;
     clear(sums);
     int unit = begin;
+    int n_begun = 0;      // pieces
     bool second = false;  // which half of the phases' words
 #pragma unroll 1
-    while (unit < end) {
-        s = segment_at(p, unit, begin, end);
+    for (;;) {
+        const bool is_piece = HELD && unit >= end;
         ResidualInputs in;
-        if (EPILOGUE == RESIDUAL && NT == 1 && s.step == 0 && phase_of_warp() == 0) in.load(p, s);
-        const int format = p.format[s.matrix];
-        if constexpr (FORMATS >> Q4 & 1)
-            if (format == Q4) run<Q4>(p, s, begin, end, walk, sums);
-        if constexpr (FORMATS >> Q5 & 1)
-            if (format == Q5) run<Q5>(p, s, begin, end, walk, sums);
-        if constexpr (FORMATS >> Q6 & 1)
-            if (format == Q6) run<Q6>(p, s, begin, end, walk, sums);
-        if constexpr (FORMATS >> W8 & 1)
-            if (format == W8) run<W8>(p, s, begin, end, walk, sums);
-        if constexpr (FORMATS >> BF16 & 1)
-            if (format == BF16) run<BF16>(p, s, begin, end, walk, sums);
-        if constexpr (FORMATS >> NVFP4 & 1)
-            if (format == NVFP4) run<NVFP4>(p, s, begin, end, walk, sums);
-        if constexpr (PHASES > 1) {
-            add_phases(phase_words + (second ? PHASE_WORDS : 0), sums);
-            second = PHASE_BUFFERS == 2 && !second;
-        } else if (!WITH_SUMS && EPILOGUE != RESIDUAL) {
-            if (unit == begin) __syncthreads();  // scratch
+        int piece = 0;
+        if (is_piece) {
+            warp_sync();
+            piece = walk.stream.pieces[n_begun++ % QUEUE];
+            if (piece == p.held_pieces) break;
+            s = piece_at(p, piece);
+        } else {
+            if (!HELD && unit >= end) break;
+            s = segment_at(p, unit, begin, end);
+            if (EPILOGUE == RESIDUAL && NT == 1 && s.step == 0 && phase_of_warp() == 0) in.load(p, s);
         }
-        end_segment(p, s, lane_begin, unit - s.step, scratch, in, sums);
-        unit += s.length;
+        run_any(p, s, begin, end, walk, sums);
+        if (is_piece) {
+            leave_sums(place_of_piece(p, piece), s, sums);
+        } else {
+            if constexpr (PHASES > 1) {
+                add_phases(phase_words + (second ? PHASE_WORDS : 0), sums);
+                second = PHASE_BUFFERS == 2 && !second;
+            } else if (!WITH_SUMS && EPILOGUE != RESIDUAL) {
+                if (unit == begin) __syncthreads();  // scratch
+            }
+            end_segment(p, s, lane_begin, unit - s.step, scratch, in, sums);
+            unit += s.length;
+        }
         clear(sums);  // of warps without a tile row, too: they have multiplied what lay in their ring
+    }
+    if (HELD) {
+        __syncthreads();
+        finish_pieces(p, scratch, reinterpret_cast<float*>(shared));  // nothing is on its way to the rings
     }
 }

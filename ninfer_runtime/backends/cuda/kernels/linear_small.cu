@@ -114,6 +114,7 @@ struct LinearSmallParams {
     int out_stride[MATRICES];
     int out_kind[MATRICES];    // STORE, MIXED: Kind
     float factor[MATRICES];    // of sums; 1 but for NVFP4
+    int held[5];               // of linear_direct.cu
     int n_units;
     uint32_t span_weight;      // of a block; the first span_rest blocks have one more
     uint32_t span_rest;

@@ -25,6 +25,8 @@ MAX_MATRICES = 4
 MAX_COLUMNS = 48
 TOKEN_TILE = 8
 FEW_COLUMNS = 4  # of the smallest variant
+HEADER_BYTES = 256  # of the workspace
+MAX_PIECES = 8192  # that a launch hands out
 MAX_BLOCK_SHARED = 101_376
 SUMS_TILES = 2  # as in the kernel
 EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual", "mixed")  # numbered as in the kernel
@@ -55,6 +57,11 @@ class LinearSmallParams(ctypes.Structure):
         ("out_stride", ctypes.c_int32 * MAX_MATRICES),
         ("out_kind", ctypes.c_int32 * MAX_MATRICES),
         ("factor", ctypes.c_float * MAX_MATRICES),
+        ("held_matrix", ctypes.c_int32),
+        ("held_tile", ctypes.c_int32),
+        ("held_pieces", ctypes.c_int32),
+        ("row_pieces", ctypes.c_int32),
+        ("piece_steps", ctypes.c_int32),
         ("n_units", ctypes.c_int32),
         ("span_weight", ctypes.c_uint32),
         ("span_rest", ctypes.c_uint32),
@@ -122,7 +129,12 @@ def sizes(max_columns: int) -> list[int]:
 
 
 def _direct_spec(
-    formats: frozenset[TileFormat], epilogue: Epilogue, size: int, tuning: LinearSmallTuning, k_padded: int
+    formats: frozenset[TileFormat],
+    epilogue: Epilogue,
+    size: int,
+    tuning: LinearSmallTuning,
+    k_padded: int,
+    has_pieces: bool,
 ) -> KernelSpec:
     few = size == FEW_COLUMNS
     tiles = -(-size // TOKEN_TILE)
@@ -131,7 +143,8 @@ def _direct_spec(
     late_warps = tuning.warps - tuning.warps // tuning.phases  # whose sums others add
     phase_bytes = (2 if tiles == 1 else 1) * late_warps * tuning.tile_rows * tiles * (2 if few else 4) * 128
     sums_bytes = k_padded // 64 * size * 4 if with_sums else 0
-    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - 4 * 32 * tuning.warps - phase_bytes - sums_bytes
+    static_bytes = (4 * 32 + (64 if has_pieces else 0)) * tuning.warps
+    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes - phase_bytes - sums_bytes
     shared_x = tuning.shared_x and tiles > 1
     if shared_x:
         stage_bytes += TOKEN_TILE * tiles * 2 * max(f.step if f.group else f.step // 2 for f in formats)
@@ -149,6 +162,7 @@ def _direct_spec(
         ("GROUP_SUMS", int(with_sums)),
         ("X_AHEAD", int(tuning.x_ahead and not shared_x)),
         ("SHARED_X", int(shared_x)),
+        ("HELD", int(has_pieces)),
         ("RELEASE_EARLY", tuning.release_early),
     )
     shared_bytes = stages * stage_bytes + phase_bytes + sums_bytes
@@ -156,11 +170,16 @@ def _direct_spec(
 
 
 def kernel_spec(
-    formats: frozenset[TileFormat], epilogue: Epilogue, size: int, tuning: LinearSmallTuning, k_padded: int
+    formats: frozenset[TileFormat],
+    epilogue: Epilogue,
+    size: int,
+    tuning: LinearSmallTuning,
+    k_padded: int,
+    has_pieces: bool = False,
 ) -> KernelSpec:
     """The variant for matrices of ``formats`` and up to ``size`` columns."""
     if not tuning.x_columns:
-        return _direct_spec(formats, epilogue, size, tuning, k_padded)
+        return _direct_spec(formats, epilogue, size, tuning, k_padded, has_pieces)
     tiles = -(-size // TOKEN_TILE)
     slot = max(step_bytes(f) for f in formats)
     sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
@@ -194,11 +213,7 @@ def specs(
     device: Device, matrices: Sequence[PackedMatrix], epilogue: Epilogue, max_columns: int = MAX_COLUMNS
 ) -> list[KernelSpec]:
     """Every variant that ``LinearSmall`` of these matrices may launch."""
-    formats = frozenset(m.tile for m in matrices)
-    return [
-        kernel_spec(formats, epilogue, size, _tuning(device, matrices, size), matrices[0].k_padded)
-        for size in sizes(max_columns)
-    ]
+    return [plan(device, matrices, epilogue, size).spec for size in sizes(max_columns)]
 
 
 def k_steps(matrix: PackedMatrix) -> int:
@@ -236,17 +251,53 @@ class Spans:
         return self.first_units[m] + (target - self.first_weights[m] + weight // 2) // weight
 
 
-def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, max_blocks: int) -> Spans:
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The last ``n_row_blocks`` row blocks of matrix ``matrix``, from tile row ``tile`` on, in ``n_pieces`` pieces.
+
+    ``row_pieces`` pieces of ``piece_steps`` steps (of one phase) make up the tile rows of a warp.
+    """
+
+    matrix: int = 0
+    n_row_blocks: int = 0
+    tile: int = 0
+    n_pieces: int = 0
+    row_pieces: int = 1
+    piece_steps: int = 1
+
+
+def cut_pieces(matrices: Sequence[PackedMatrix], tuning: LinearSmallTuning) -> Pieces:
+    """What is handed out piece by piece: about ``held_percent`` of the bytes, from the largest matrix."""
+    block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
+    largest = max(range(len(matrices)), key=lambda i: matrices[i].n_bytes)
+    matrix, steps = matrices[largest], k_steps(matrices[largest])
+    row_blocks = -(-matrix.n_tiles // block_tiles)
+    row_pieces = -(-(steps // tuning.phases) // tuning.piece_steps) * tuning.phases
+    share = tuning.held_percent / 100 * sum(m.n_bytes for m in matrices) / matrix.n_bytes
+    most = MAX_PIECES * tuning.tile_rows // (row_pieces * block_tiles)
+    held = min(round(share * row_blocks), row_blocks - 1, most)
+    if held <= 0 or steps % tuning.phases:
+        return Pieces()
+    tile = (row_blocks - held) * block_tiles
+    n_pieces = -(-(matrix.n_tiles - tile) // tuning.tile_rows) * row_pieces
+    return Pieces(largest, held, tile, n_pieces, row_pieces, tuning.piece_steps)
+
+
+def cut_spans(
+    matrices: Sequence[PackedMatrix], block_tiles: int, max_blocks: int, pieces: Pieces | None = None
+) -> Spans:
     """Spans of at most ``max_blocks`` blocks; each weighs at least the heaviest unit.
 
     A unit weighs its bytes; where warps of a row block have no tile row, half of what they would have read, because the
-    block's other warps cannot read faster in their place.
+    block's other warps cannot read faster in their place. Row blocks of ``pieces`` are left out.
     """
     units = [n_units(m, block_tiles) for m in matrices]
     weights = [
         max(1, step_bytes(m.tile) * (n * block_tiles // k_steps(m) + m.n_tiles) // (128 * (n // k_steps(m))))
         for m, n in zip(matrices, units, strict=True)
     ]
+    if pieces:
+        units[pieces.matrix] -= pieces.n_row_blocks * k_steps(matrices[pieces.matrix])
     ends = np.cumsum([0, *(w * n for w, n in zip(weights, units, strict=True))]).tolist()
     n_blocks = max(1, min(max_blocks, ends[-1] // max(weights)))
     first_units = np.cumsum([0, *units]).tolist()
@@ -276,15 +327,36 @@ def workspace_bytes(device: Device, max_columns: int = MAX_COLUMNS) -> int:
         size: max(r.blocks_per_sm * r.warps * r.tile_rows // r.phases for r in rows if r.columns >= size)
         for size in sizes(max_columns)
     }
-    return max(device.n_sms * n * max(size, TOKEN_TILE) // 2 * 32 * 4 for size, n in tile_rows.items())
+    pieces = max(MAX_PIECES * r.tile_rows * 4 * 32 * 4 if r.held_percent else 0 for r in rows)
+    sums = max(device.n_sms * n * max(size, TOKEN_TILE) // 2 * 32 * 4 for size, n in tile_rows.items())
+    return HEADER_BYTES + sums + pieces
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class Variant:
     """What a size launches."""
 
     spec: KernelSpec
     spans: Spans
+    pieces: Pieces
+
+
+def plan(device: Device, matrices: Sequence[PackedMatrix], epilogue: Epilogue, size: int) -> Variant:
+    """The variant and the division of work for up to ``size`` columns."""
+    tuning = _tuning(device, matrices, size)
+    formats = frozenset(m.tile for m in matrices)
+    block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
+    max_blocks = device.n_sms * tuning.blocks_per_sm
+    pieces = cut_pieces(matrices, tuning) if size <= TOKEN_TILE and not tuning.x_columns else Pieces()
+    if pieces.n_pieces:
+        spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded, has_pieces=True)
+        spans = cut_spans(matrices, block_tiles, max_blocks, pieces)
+        # The first pieces are taken behind the dependency wait: what is requested ahead of it is not theirs.
+        least = min(spans.begin(i + 1) - spans.begin(i) for i in range(spans.n_blocks))
+        if least // tuning.phases >= int(dict(spec.defines)["STAGES"]):
+            return Variant(spec, spans, pieces)
+    spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded)
+    return Variant(spec, cut_spans(matrices, block_tiles, max_blocks), Pieces())
 
 
 class LinearSmall:
@@ -311,14 +383,7 @@ class LinearSmall:
             raise UnsupportedError(f"linear_small takes 1 to {MAX_COLUMNS} columns, found {max_columns}")
         self.matrices, self.epilogue, self.max_columns = tuple(matrices), epilogue, max_columns
         self._device, self._workspace = device, workspace
-        formats = frozenset(m.tile for m in matrices)
-        self._variants: dict[int, _Variant] = {}
-        for size in sizes(max_columns):
-            tuning = _tuning(device, matrices, size)
-            block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
-            spans = cut_spans(matrices, block_tiles, device.n_sms * tuning.blocks_per_sm)
-            spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded)
-            self._variants[size] = _Variant(spec, spans)
+        self._variants = {size: plan(device, matrices, epilogue, size) for size in sizes(max_columns)}
 
     @property
     def specs(self) -> list[KernelSpec]:
@@ -354,7 +419,7 @@ class LinearSmall:
         assert (residual is not None) == (self.epilogue == "residual")
         assert not (residual and rstd)
         variant = self._variants[size_of(n_columns)]
-        p, spans = LinearSmallParams(), variant.spans
+        p, spans, pieces = LinearSmallParams(), variant.spans, variant.pieces
         for i in range(len(self.matrices), MAX_MATRICES):
             p.first_unit[i], p.first_weight[i] = 2**31 - 1, 2**32 - 1
         for i, matrix in enumerate(self.matrices):
@@ -363,6 +428,8 @@ class LinearSmall:
             p.first_unit[i], p.first_weight[i] = spans.first_units[i], spans.first_weights[i]
             p.k_steps_inverse[i] = -(-(1 << 32) // k_steps(matrix)) & 0xFFFFFFFF
             p.unit_weight[i], p.factor[i] = spans.unit_weights[i], matrix.sums_factor
+        p.held_matrix, p.held_tile, p.held_pieces = pieces.matrix, pieces.tile, pieces.n_pieces
+        p.row_pieces, p.piece_steps = pieces.row_pieces, pieces.piece_steps
         p.n_units = spans.n_units
         p.span_weight, p.span_rest = divmod(spans.total_weight, spans.n_blocks)
         for i, output in enumerate(outputs):

@@ -26,6 +26,8 @@ class LinearSmallTuning:
     phases         x_columns = 0: warps that share a tile row and take its steps in turn, a power of two
     group_sums     x_columns = 0, up to 8 columns: 1: sums of a group's activations, which biased codes need, are made
                    once per block; 0: with every group's products
+    held_percent   up to 8 columns: how much of the weights is handed out piece by piece to warps that are done first
+    piece_steps    steps of a piece
     shared_x       above 8 columns: 1: the warps of a block share activations in shared memory, a barrier per step
     x_ahead        x_columns = 0: 1: activations are requested a step, above 8 columns a group, ahead of their use
     release_early  1: the launch behind may begin while this one still waits for the one ahead
@@ -47,6 +49,8 @@ class LinearSmallTuning:
     group_sums: int = 0
     x_ahead: int = 1
     shared_x: int = 0
+    held_percent: int = 0
+    piece_steps: int = 2
 
 
 @cache
