@@ -107,8 +107,10 @@ SHAPES: dict[int, dict[int, list[Geometry]]] = {
         MIN_LARGE_TILE_ROWS: [
             shape(8, 2, 1, 1, 12),
             shape(8, 2, 1, 1, 12, **SHARED),
+            shape(16, 1, 1, 1, 12, **SHARED),
         ],
         0: [
+            shape(16, 1, 1, 1, 12, **SHARED),
             shape(8, 2, 1, 1, 12, phases=2),
             shape(8, 2, 1, 1, 12, **SHARED),
             {**shape(16, 1, 1, 1, 12), "x_columns": 128},
