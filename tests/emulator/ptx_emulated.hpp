@@ -294,6 +294,16 @@ DEVICE void cp_async_16_zfill(void* shared, const void* global, bool valid) {
     emulator::queue_copy(shared, global, 16, valid);
 }
 
+template <int SHARED, int GLOBAL>
+DEVICE void cp_async_16_at(void* shared, const void* global) {
+    cp_async_16(static_cast<uint8_t*>(shared) + SHARED, static_cast<const uint8_t*>(global) + GLOBAL);
+}
+
+template <int SHARED, int GLOBAL>
+DEVICE void cp_async_16_zfill_at(void* shared, const void* global, bool valid) {
+    cp_async_16_zfill(static_cast<uint8_t*>(shared) + SHARED, static_cast<const uint8_t*>(global) + GLOBAL, valid);
+}
+
 DEVICE void cp_async_8(void* shared, const void* global) { emulator::queue_copy(shared, global, 8, true); }
 
 DEVICE void cp_async_4(void* shared, const void* global) { emulator::queue_copy(shared, global, 4, true); }

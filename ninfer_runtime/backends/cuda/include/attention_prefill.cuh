@@ -69,7 +69,7 @@ struct alignas(16) TileSoftmax {
     // results shrink by, mostly 1; true if it is not 1 in one of the lane's rows.
     DEVICE bool weigh(float (&s)[TILE_KEYS / 8][4], const float (&scale)[2], uint8_t* weights, float* factors, int first_key,
                       int start, int tile) {
-        const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * warp_index() + g;
+        const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * static_cast<int>(threadIdx.x / WARP_LANES) + g;
         if (first_key + TILE_KEYS > start) {  // some row of the chunk may not see them all
             const int last[2] = {start + (tile * TILE_ROWS + row) / RATIO - first_key - 2 * t,
                                  start + (tile * TILE_ROWS + row + 8) / RATIO - first_key - 2 * t};

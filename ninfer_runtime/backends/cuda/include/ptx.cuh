@@ -111,6 +111,21 @@ DEVICE void cp_async_16_zfill(void* shared, const void* global, bool valid) {
                  : "memory");
 }
 
+// The same at constant distances from two addresses, which take no instructions of their own.
+template <int SHARED, int GLOBAL>
+DEVICE void cp_async_16_at(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%3], 16;" ::"r"(shared_address(shared)), "l"(global), "n"(SHARED),
+                 "n"(GLOBAL)
+                 : "memory");
+}
+
+template <int SHARED, int GLOBAL>
+DEVICE void cp_async_16_zfill_at(void* shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0+%3], [%1+%4], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(valid ? 16 : 0), "n"(SHARED), "n"(GLOBAL)
+                 : "memory");
+}
+
 DEVICE void cp_async_8(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }

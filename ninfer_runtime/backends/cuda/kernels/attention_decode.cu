@@ -24,11 +24,11 @@ constexpr int KEY_TILES = STAGE_KEYS / 8;
 constexpr int WARP_KEY_TILES = KEY_TILES * PARTS / WARPS;
 constexpr int ROW_KEYS = STAGE_KEYS / 16;       // of one row that a lane weighs
 constexpr int SCORE_STRIDE = STAGE_KEYS + 8;    // floats: rows 8 banks apart
-constexpr int WEIGHT_STRIDE = STAGE_KEYS + 16;  // 16-bit words, likewise
+constexpr int WEIGHT_STRIDE = STAGE_KEYS + 8;   // 16-bit words: rows 4 or 20 banks apart
 constexpr int QUERY_BYTES = 16 * TILES * 2 * HEAD_DIM;
 constexpr int QUERY_SCALE_BYTES = KV_INT8 ? 16 * TILES * 4 : 0;
 constexpr int SCORE_BYTES = PARTS * 16 * TILES * SCORE_STRIDE * 4;
-// Shared memory: two K planes, two V planes; queries, or scores and weights; new tokens; queries' scales; turns.
+// Shared memory: two K planes, two V planes; queries, or scores and weights; new tokens; queries' scales; turns; state.
 constexpr int SHARED_SCORES = 4 * PLANE_BYTES;
 constexpr int SHARED_WEIGHTS = SHARED_SCORES + SCORE_BYTES;
 constexpr int WEIGHT_BYTES = 16 * TILES * WEIGHT_STRIDE * 2;
@@ -37,6 +37,8 @@ constexpr int SHARED_NEW =
 constexpr int NEW_BYTES = 2 * COLUMNS * (KEY_BYTES + (KV_QUANTIZED ? GROUPS * 2 : 0));
 constexpr int SHARED_QUERY_SCALES = SHARED_NEW + NEW_BYTES;
 constexpr int SHARED_TURNS = SHARED_QUERY_SCALES + QUERY_SCALE_BYTES;
+constexpr int SHARED_STATE = round_up(SHARED_TURNS + COLUMNS * PAIRS * 8, 16);
+constexpr int STATE_BYTES = 512;
 constexpr float WEIGHT_SHIFT = KV_QUANTIZED ? 14.0f : 0.0f;  // fp16 weights up to 2^14: small ones keep their digits
 // As many as registers allow without spills, found with the compiler.
 constexpr int UNROLL_V = TEAM_TILES == 3 ? 1 : TEAM_TILES == 2 || RATIO == 6 ? 4 : 2;
@@ -54,8 +56,8 @@ DEVICE int first_tile() { return static_cast<int>(threadIdx.x / WARP_LANES / WAR
 DEVICE uint32_t k_place(uint32_t key, uint32_t chunk) { return key * KEY_STRIDE + 16 * (KV_FP6 ? chunk : chunk ^ (key & 1) << 2); }
 
 DEVICE uint32_t v_place(uint32_t key, uint32_t chunk) {
-    const uint32_t quad = key >> 2 & 3;
-    return key * KEY_BYTES + 16 * (KV_FP6 ? chunk ^ quad : KV_INT8 ? chunk ^ quad << 1 : chunk ^ ((key & 1) | quad << 1));
+    const uint32_t pair = key >> 1 & 3;
+    return key * KEY_BYTES + 16 * (KV_FP6 ? chunk ^ pair : KV_INT8 ? chunk ^ pair << 1 : chunk ^ (key & 7));
 }
 
 // A unit of work: STAGE_KEYS keys of one KV head of one row.
@@ -102,31 +104,70 @@ struct Source {
     int n_keys;         // that are in the cache; the others become zeros
 };
 
+// What a block keeps in shared memory, behind one address, beside planes and rows.
+struct State {
+    uint32_t nought;  // 0, which the compiler does not know: what depends on it is not kept in registers
+    RowSpan spans[MAX_ROWS];
+    Cursor current;     // the segment being worked on: in registers it would be spilled
+    Cursor ahead;       // of the unit whose source was found last; thread 0 moves it, to spare registers
+    Source sources[4];  // of unit u in u % 4
+    alignas(8) uint8_t moves[TEAMS * WARPS];  // per warp: a factor is not 1
+    alignas(16) float factors[16 * TILES];
+};
+static_assert(sizeof(State) + 16 <= STATE_BYTES, "as ops/attention_decode.py has it");
+
 DEVICE Source source_of(const AttentionDecodeParams& p, const Cursor& at) {
     const int first = at.first_key();
     return {at.row * p.pages_per_row + first / PAGE_TOKENS, at.head, first % PAGE_TOKENS, at.start - first};
 }
 
+// Chunk `thread + N * THREADS` and those behind it; `to` and `from` are where chunk `thread` lies.
+template <int N, int FLIP, bool WHOLE>
+DEVICE void request_chunks(uint8_t* row, uint32_t place, const uint8_t* from, int n_keys) {
+    constexpr int N_CHUNKS = STAGE_KEYS * CHUNKS, PASS_KEYS = THREADS / CHUNKS;
+    if constexpr (N * THREADS < N_CHUNKS) {
+        uint8_t* const to = row + (place ^ (N % 2 == 0 ? 0 : FLIP));
+        constexpr int AT = N * PASS_KEYS * KEY_BYTES;
+        if (WHOLE)
+            cp_async_16_at<AT, AT>(to, from);
+        else
+            cp_async_16_zfill_at<AT, AT>(to, from, N * PASS_KEYS < n_keys);
+        request_chunks<N + 1, FLIP, WHOLE>(row, place, from, n_keys);
+    }
+}
+
 template <bool IS_K>
 DEVICE void request_plane(uint8_t* plane, const int* page_table, const uint8_t* codes, const uint16_t* scales,
                           const Source& source, const volatile uint32_t* nought) {
-    constexpr uint32_t STAGE_CHUNKS = STAGE_KEYS * CHUNKS;
+    constexpr uint32_t N_CHUNKS = STAGE_KEYS * CHUNKS;
     const uint32_t thread = threadIdx.x + *nought;
     const int n_keys = source.n_keys;
     const int64_t row =
         static_cast<int64_t>(page_table[source.page_entry] * N_KV_HEADS + source.head) * PAGE_TOKENS + source.token_in_page;
     const uint8_t* const from = codes + row * KEY_BYTES + 16 * thread;
+    if constexpr (THREADS % CHUNKS == 0) {
+        // A pass of the block is eight keys or more: what is left of a place's dependence on the key is one bit.
+        constexpr int FLIP = !IS_K && !KV_QUANTIZED && THREADS / CHUNKS % 8 != 0 ? 64 : 0;
+        const uint32_t key = thread / CHUNKS;
+        const uint32_t place = IS_K ? k_place(key, thread % CHUNKS) : v_place(key, thread % CHUNKS);
+        if (n_keys >= STAGE_KEYS)
+            request_chunks<0, FLIP, true>(plane, place, from, n_keys);
+        else
+            request_chunks<0, FLIP, false>(plane, place, from, n_keys - static_cast<int>(key));
+    } else {
 #pragma unroll
-    for (uint32_t n = 0; n < (STAGE_CHUNKS + THREADS - 1) / THREADS; ++n) {
-        const uint32_t index = thread + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
-        if (STAGE_CHUNKS % THREADS != 0 && index >= STAGE_CHUNKS) break;
-        cp_async_16_zfill(plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk)), from + 16 * n * THREADS,
-                          static_cast<int>(key) < n_keys);
+        for (uint32_t n = 0; n < (N_CHUNKS + THREADS - 1) / THREADS; ++n) {
+            const uint32_t index = thread + n * THREADS, key = index / CHUNKS, chunk = index % CHUNKS;
+            if (N_CHUNKS % THREADS != 0 && index >= N_CHUNKS) break;
+            cp_async_16_zfill(plane + (IS_K ? k_place(key, chunk) : v_place(key, chunk)), from + 16 * n * THREADS,
+                              static_cast<int>(key) < n_keys);
+        }
     }
     if (KV_QUANTIZED && thread < SCALE_BYTES / 16) {  // 16 bytes: eight keys of a group
         const uint32_t group = thread / (STAGE_KEYS / 8), key = thread % (STAGE_KEYS / 8) * 8;
+        const int64_t head_row = row - source.token_in_page;
         cp_async_16_zfill(plane + SCALES_AT + 16 * thread,
-                          scales + scale_index(row, source.token_in_page, static_cast<int>(group)) + key,
+                          scales + head_row * GROUPS + (group * PAGE_TOKENS + source.token_in_page + key),
                           static_cast<int>(key) < n_keys);
     }
 }
@@ -259,27 +300,28 @@ struct Query {
     uint32_t word[STEPS][2][4];
 #endif
 
-    DEVICE static void load_pair(uint32_t (&word)[2][4], const uint8_t* row, int stride) {
+    // nought: makes new numbers of the words, so that they stand in the order of an operand and are not moved at each use.
+    DEVICE static void load_pair(uint32_t (&word)[2][4], const uint8_t* row, int stride, uint32_t nought) {
         const uint4 a = *reinterpret_cast<const uint4*>(row), b = *reinterpret_cast<const uint4*>(row + 8 * stride);
-        word[0][0] = a.x, word[0][1] = b.x, word[0][2] = a.y, word[0][3] = b.y;
-        word[1][0] = a.z, word[1][1] = b.z, word[1][2] = a.w, word[1][3] = b.w;
+        word[0][0] = a.x ^ nought, word[0][1] = b.x ^ nought, word[0][2] = a.y ^ nought, word[0][3] = b.y ^ nought;
+        word[1][0] = a.z ^ nought, word[1][1] = b.z ^ nought, word[1][2] = a.w ^ nought, word[1][3] = b.w ^ nought;
     }
 
-    DEVICE void load(const uint8_t* queries, int tile, int part) {
+    DEVICE void load(const uint8_t* queries, int tile, int part, uint32_t nought) {
         const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * tile + g;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int index = part * STEPS + step;
 #if KV_INT8
             const uint8_t* const at = queries + row * HEAD_DIM + index * SCALE_GROUP + 16 * t;
-            load_pair(word[step], at, HEAD_DIM);
-            load_pair(low[step], at + 16 * TILES * HEAD_DIM, HEAD_DIM);
+            load_pair(word[step], at, HEAD_DIM, nought);
+            load_pair(low[step], at + 16 * TILES * HEAD_DIM, HEAD_DIM, nought);
 #elif KV_FP6
             const uint8_t* const at = queries + 2 * (row * HEAD_DIM + index * SCALE_GROUP + 16 * t);
-            load_pair(word[2 * step], at, 2 * HEAD_DIM);
-            load_pair(word[2 * step + 1], at + 16, 2 * HEAD_DIM);
+            load_pair(word[2 * step], at, 2 * HEAD_DIM, nought);
+            load_pair(word[2 * step + 1], at + 16, 2 * HEAD_DIM, nought);
 #else
-            load_pair(word[step], queries + 2 * row * HEAD_DIM + 64 * index + 16 * t, 2 * HEAD_DIM);
+            load_pair(word[step], queries + 2 * row * HEAD_DIM + 64 * index + 16 * t, 2 * HEAD_DIM, nought);
 #endif
         }
     }
@@ -362,9 +404,11 @@ struct Softmax {
         return 16 * first_tile() + 2 * (team_warp() + WARPS * n) + static_cast<int>(lane_id() / 16);
     }
 
-    // Scores into 16-bit weights; factors[row] is what earlier results shrink by.
-    DEVICE void weigh(const float* scores, uint16_t* weights, float* factors, int first_key, int start, int lowest) {
+    // Scores into 16-bit weights; factors[row] of the state is what earlier results shrink by.
+    DEVICE void weigh(const float* scores, uint16_t* weights, State& state, int first_key, int start, int lowest) {
         const int lane = static_cast<int>(lane_id() % 16);
+        const int n_rows = RATIO * state.current.n_columns;  // the others hold anything
+        bool moves = false;
 #pragma unroll
         for (int n = 0; n < TEAM_TILES; ++n) {
             const int row = row_of(n);
@@ -385,7 +429,8 @@ struct Softmax {
             const float factor = exp2_approx(largest[n] - now);
             largest[n] = now;
             sum[n] *= factor;
-            if (lane == 0) factors[row] = factor;
+            if (lane == 0) state.factors[row] = factor;
+            moves = moves || (row < n_rows && factor != 1.0f);
 #pragma unroll
             for (int i = 0; i < ROW_KEYS; ++i) {
                 s[i] = exp2_approx(s[i] - now + WEIGHT_SHIFT);
@@ -396,6 +441,8 @@ struct Softmax {
             for (int i = 0; i < ROW_KEYS / 2; ++i)
                 target[i] = KV_QUANTIZED ? pack_half(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
         }
+        const bool any = ballot(moves) != 0;
+        if (lane_id() == 0) state.moves[threadIdx.x / WARP_LANES] = any ? 1 : 0;
     }
 
     DEVICE void store(float* stats) {
@@ -410,29 +457,36 @@ struct Softmax {
     }
 };
 
-// acc = acc * factors + weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. Column k of a product is key 4t + i of its
-// 16 keys for k = 2t, 2t + 1, 2t + 8, 2t + 9. INT8: output column n of tile j is dim 4n + j; BF16: dim 8j + n.
-DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, const float* factors, const uint8_t* plane) {
+// acc = acc * factors + weights[16 * TILES][STAGE_KEYS] v[STAGE_KEYS][the warp's 32 dims]. INT8: output column n of tile j is
+// dim 4n + j; BF16: dim 8j + n.
+DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, const State& state, const uint8_t* plane) {
     const int warp = team_warp(), g = lane_id() / 4, t = lane_id() % 4;
+    const uint2 moves = *reinterpret_cast<const uint2*>(state.moves + threadIdx.x / WARP_LANES / WARPS * WARPS);
+    if ((moves.x | moves.y) != 0) {
 #pragma unroll
-    for (int tile = 0; tile < TEAM_TILES; ++tile) {
-        const float low = factors[16 * (first_tile() + tile) + g], high = factors[16 * (first_tile() + tile) + g + 8];
+        for (int tile = 0; tile < TEAM_TILES; ++tile) {
+            const float* const factors = state.factors + 16 * (first_tile() + tile) + g;
+            const float low = factors[0], high = factors[8];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            acc[tile][j][0] *= low, acc[tile][j][1] *= low;
-            acc[tile][j][2] *= high, acc[tile][j][3] *= high;
+            for (int j = 0; j < 4; ++j) {
+                acc[tile][j][0] *= low, acc[tile][j][1] *= low;
+                acc[tile][j][2] *= high, acc[tile][j][3] *= high;
+            }
         }
     }
+    const uint16_t* const rows =
+        weights + (16 * first_tile() + lane_id() % 16) * WEIGHT_STRIDE + lane_id() / 16 * 8;  // of ldmatrix
 #pragma unroll UNROLL_V
     for (int step = 0; step < STAGE_KEYS / 16; ++step) {
         uint32_t b[4][2];
 #if KV_QUANTIZED
-        const uint2 scales =
-            *reinterpret_cast<const uint2*>(plane + SCALES_AT + 2 * (warp / 2 * STAGE_KEYS + 16 * step + 4 * t));
+        const uint8_t* const scales_at = plane + SCALES_AT + 2 * (warp / 2 * STAGE_KEYS + 16 * step + 2 * t);
+        const uint32_t scales[2] = {*reinterpret_cast<const uint32_t*>(scales_at),
+                                    *reinterpret_cast<const uint32_t*>(scales_at + 16)};
 #endif
 #if KV_FP6
         // Column g of products j is dim 8 (g / 2) + 2 j + g % 2 of the warp's 32; v_place.
-        const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES;
+        const uint8_t* const at = plane + (16 * step + 2 * t) * KEY_BYTES;
         const uint8_t* const upper_at = at + 16 * (3 * (warp / 2) + warp % 2 ^ t) + 2 * g;
         const uint8_t* const mantissa_at = at + 16 * (3 * (warp / 2) + 2 ^ t) + 8 * (warp % 2) + g;
 #pragma unroll
@@ -440,23 +494,21 @@ DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, 
             uint32_t upper[2], mantissa[2];
 #pragma unroll
             for (int key = 0; key < 2; ++key) {
-                upper[key] = *reinterpret_cast<const uint16_t*>(upper_at + (2 * i + key) * KEY_BYTES);
-                mantissa[key] = mantissa_at[(2 * i + key) * KEY_BYTES];
+                upper[key] = *reinterpret_cast<const uint16_t*>(upper_at + (8 * i + key) * KEY_BYTES);
+                mantissa[key] = mantissa_at[(8 * i + key) * KEY_BYTES];
             }
             const uint32_t uppers = upper[0] | upper[1] << 16, mantissas = mantissa[0] | mantissa[1] << 16;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) b[j][i] = scaled_fp6(fp6_pair(uppers, mantissas, j), i == 0 ? scales.x : scales.y);
+            for (int j = 0; j < 4; ++j) b[j][i] = scaled_fp6(fp6_pair(uppers, mantissas, j), scales[i]);
         }
 #elif KV_INT8
         uint32_t codes[4];
-        const uint8_t* const at = plane + (16 * step + 4 * t) * KEY_BYTES + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);
+        const uint8_t* const at = plane + (16 * step + 2 * t) * KEY_BYTES + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            codes[i] = *reinterpret_cast<const uint32_t*>(at + i * KEY_BYTES);
-        }
+        for (int i = 0; i < 4; ++i) codes[i] = *reinterpret_cast<const uint32_t*>(at + (i / 2 * 8 + i % 2) * KEY_BYTES);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32_t factor = i == 0 ? scales.x : scales.y;
+            const uint32_t factor = scales[i];
             const uint32_t low = prmt(codes[2 * i], codes[2 * i + 1], 0x5140);   // two keys of dims 0, 1
             const uint32_t high = prmt(codes[2 * i], codes[2 * i + 1], 0x7362);  // of dims 2, 3
             b[0][i] = mul_f16x2(half_codes(low, 0x4140), factor);
@@ -467,7 +519,7 @@ DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, 
 #else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = lane_id() % 8, matrix = lane_id() / 8, key = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
+            const int matrix = lane_id() / 8, key = 16 * step + lane_id() % 16;
             uint32_t r[4];
             ldmatrix_x4_trans(r, plane + v_place(key, 4 * warp + 2 * half + matrix / 2));
             b[2 * half][0] = r[0], b[2 * half][1] = r[1], b[2 * half + 1][0] = r[2], b[2 * half + 1][1] = r[3];
@@ -475,10 +527,8 @@ DEVICE void accumulate(float (&acc)[TEAM_TILES][4][4], const uint16_t* weights, 
 #endif
 #pragma unroll
         for (int tile = 0; tile < TEAM_TILES; ++tile) {
-            const uint16_t* const row = weights + (16 * (first_tile() + tile) + g) * WEIGHT_STRIDE + 16 * step + 4 * t;
-            const uint2 low = *reinterpret_cast<const uint2*>(row);
-            const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * WEIGHT_STRIDE);
-            const uint32_t a[4] = {low.x, high.x, low.y, high.y};
+            uint32_t a[4];
+            ldmatrix_x4(a, rows + 16 * tile * WEIGHT_STRIDE + 16 * step);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
 #if KV_QUANTIZED
@@ -523,12 +573,8 @@ DEVICE void store_partial(const float (&acc)[TEAM_TILES][4][4], float* partial) 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const __grid_constant__ AttentionDecodeParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
-    STATIC_SHARED(uint32_t, nought[1]);  // holds 0, which the compiler does not know: what depends on it is not kept in registers
-    STATIC_SHARED(RowSpan, spans[MAX_ROWS]);
-    STATIC_SHARED(float, factors[16 * TILES]);
-    STATIC_SHARED(Cursor, current[1]);  // the segment being worked on: in registers it would be spilled
-    STATIC_SHARED(Cursor, ahead[1]);    // of the unit whose source was found last; thread 0 moves it, to spare registers
-    STATIC_SHARED(Source, sources[4]);  // of unit u in u % 4
+    State& state = *reinterpret_cast<State*>(shared + SHARED_STATE);
+    const volatile uint32_t* const unknown = &state.nought;
     uint8_t* const k_planes = shared;
     uint8_t* const v_planes = shared + 2 * PLANE_BYTES;
     uint8_t* const queries = shared + SHARED_SCORES;
@@ -539,9 +585,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Turn* const turns = reinterpret_cast<Turn*>(shared + SHARED_TURNS);
 
     const int block = static_cast<int>(blockIdx.x);
-    if (threadIdx.x == 0) nought[0] = 0;
-    load_spans(p, spans);
-    const int total = count_units(spans, p.n_rows), n_parts = minimum(p.n_parts, total);
+    if (threadIdx.x == 0) state.nought = 0;
+    load_spans(p, state.spans);
+    const int total = count_units(state.spans, p.n_rows), n_parts = minimum(p.n_parts, total);
     if (block >= n_parts) {
         grid_dependency_wait();
         return;
@@ -551,21 +597,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Old tokens' pages do not depend on the launch before this one: request the first units ahead of the wait.
     {
         Cursor next;
-        next.seek(spans, part_begin(block, n_parts, total));
-        if (threadIdx.x == 0) current[0] = next;
+        next.seek(state.spans, part_begin(block, n_parts, total));
+        if (threadIdx.x == 0) state.current = next;
         const int first_row = next.row;
         Source source = source_of(p, next);
-        request_plane<true>(k_planes, p.page_table, p.k, p.k_scales, source, nought);
+        request_plane<true>(k_planes, p.page_table, p.k, p.k_scales, source, &state.nought);
         cp_async_commit();
-        request_plane<false>(v_planes, p.page_table, p.v, p.v_scales, source, nought);
+        request_plane<false>(v_planes, p.page_table, p.v, p.v_scales, source, &state.nought);
         if (TEAM_TILES > 1) cp_async_commit();
         if (n_units > 1) {
-            next.advance(spans);
+            next.advance(state.spans);
             source = source_of(p, next);
-            request_plane<true>(k_planes + PLANE_BYTES, p.page_table, p.k, p.k_scales, source, nought);
+            request_plane<true>(k_planes + PLANE_BYTES, p.page_table, p.k, p.k_scales, source, &state.nought);
         }
         cp_async_commit();
-        if (threadIdx.x == 0) ahead[0] = next, sources[1] = source;
+        if (threadIdx.x == 0) state.ahead = next, state.sources[1] = source;
         compute_turns(p, first_row, turns);
     }
     grid_dependency_wait();
@@ -573,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     for (int done = 0; done < n_units;) {
         __syncthreads();
-        const Cursor at = current[0];
+        const Cursor at = state.current;
         if (done > 0 && at.head == 0) {  // another row
             compute_turns(p, at.row, turns);
             __syncthreads();
@@ -587,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Softmax softmax;
 #pragma unroll
         for (int tile = 0; tile < TEAM_TILES; ++tile) {
-            query[tile].load(queries, first_tile() + tile, team_warp() % PARTS);
+            query[tile].load(queries, first_tile() + tile, team_warp() % PARTS, *unknown);
             softmax.largest[tile] = NO_SCORE;
             softmax.sum[tile] = 0.0f;
             softmax.scale[tile] = KV_INT8  ? query_scales[Softmax::row_of(tile)]
@@ -601,75 +647,75 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int j = -1; j < end - done; ++j) {
                 const int unit = done + j, v_key = first_key + j * STAGE_KEYS, k_key = v_key + STAGE_KEYS;
                 const bool mixes = j >= 0, scores_next = unit + 1 < end;
-                uint8_t* const k_plane = k_planes + (unit + 1) % 2 * PLANE_BYTES;
-                uint8_t* const v_plane = v_planes + (unit + 2) % 2 * PLANE_BYTES;
+                uint8_t* const k_plane = k_planes + (unit + 1 & 1) * PLANE_BYTES;
+                uint8_t* const v_plane = v_planes + (unit & 1) * PLANE_BYTES;
                 cp_async_wait<1>();
                 __syncthreads();
                 if (threadIdx.x == 0 && scores_next && unit + 3 < n_units) {
-                    ahead[0].advance(spans);
-                    sources[(unit + 3) % 4] = source_of(p, ahead[0]);
+                    state.ahead.advance(state.spans);
+                    state.sources[(unit + 3) & 3] = source_of(p, state.ahead);
                 }
                 const bool new_k = scores_next && k_key + STAGE_KEYS > start, new_v = mixes && v_key + STAGE_KEYS > start;
                 if (new_k || new_v) {
-                    if (new_k) insert_new<true>(fresh, k_plane, k_key, start, current[0].n_columns);
-                    if (new_v) insert_new<false>(fresh, v_plane, v_key, start, current[0].n_columns);
+                    if (new_k) insert_new<true>(fresh, k_plane, k_key, start, state.current.n_columns);
+                    if (new_v) insert_new<false>(fresh, v_plane, v_key, start, state.current.n_columns);
                     __syncthreads();
                 }
                 if (mixes && scores_next) {
-                    accumulate(acc, weights, factors, v_plane);
+                    accumulate(acc, weights, state, v_plane);
                     score_unit(scores, query, k_plane);
                 } else if (mixes) {
-                    accumulate(acc, weights, factors, v_plane);
+                    accumulate(acc, weights, state, v_plane);
                 } else {
                     score_unit(scores, query, k_plane);
                 }
                 __syncthreads();
                 if (scores_next && unit + 3 < n_units)
-                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, sources[(unit + 3) % 4], nought);
+                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, state.sources[(unit + 3) & 3], &state.nought);
                 if ((mixes || unit < 0) && unit + 2 < n_units)
-                    request_plane<false>(v_plane, p.page_table, p.v, p.v_scales, sources[(unit + 2) % 4], nought);
+                    request_plane<false>(v_plane, p.page_table, p.v, p.v_scales, state.sources[(unit + 2) & 3], &state.nought);
                 cp_async_commit();
-                if (scores_next) softmax.weigh(scores, weights, factors, k_key, start, p.lowest);
+                if (scores_next) softmax.weigh(scores, weights, state, k_key, start, p.lowest);
             }
         } else {
             // More rows leave no registers for two things at once: the keys of a unit, then its values.
             for (int unit = done; unit < end; ++unit) {
                 const int key = first_key + (unit - done) * STAGE_KEYS;
-                uint8_t* const k_plane = k_planes + unit % 2 * PLANE_BYTES;
-                uint8_t* const v_plane = v_planes + unit % 2 * PLANE_BYTES;
+                uint8_t* const k_plane = k_planes + (unit & 1) * PLANE_BYTES;
+                uint8_t* const v_plane = v_planes + (unit & 1) * PLANE_BYTES;
                 cp_async_wait<1>();
                 __syncthreads();
                 if (unit + 1 < n_units)
-                    request_plane<false>(v_planes + (unit + 1) % 2 * PLANE_BYTES, p.page_table, p.v, p.v_scales,
-                                         sources[(unit + 1) % 4], nought);
+                    request_plane<false>(v_planes + (unit + 1 & 1) * PLANE_BYTES, p.page_table, p.v, p.v_scales,
+                                         state.sources[(unit + 1) & 3], &state.nought);
                 cp_async_commit();
                 if (threadIdx.x == 0 && unit + 2 < n_units) {
-                    ahead[0].advance(spans);
-                    sources[(unit + 2) % 4] = source_of(p, ahead[0]);
+                    state.ahead.advance(state.spans);
+                    state.sources[(unit + 2) & 3] = source_of(p, state.ahead);
                 }
                 if (key + STAGE_KEYS > start) {
-                    insert_new<true>(fresh, k_plane, key, start, current[0].n_columns);
-                    insert_new<false>(fresh, v_plane, key, start, current[0].n_columns);
+                    insert_new<true>(fresh, k_plane, key, start, state.current.n_columns);
+                    insert_new<false>(fresh, v_plane, key, start, state.current.n_columns);
                     __syncthreads();
                 }
                 score_unit(scores, query, k_plane);
                 __syncthreads();
                 if (unit + 2 < n_units)
-                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, sources[(unit + 2) % 4], nought);
+                    request_plane<true>(k_plane, p.page_table, p.k, p.k_scales, state.sources[(unit + 2) & 3], &state.nought);
                 cp_async_commit();
-                softmax.weigh(scores, weights, factors, key, start, p.lowest);
+                softmax.weigh(scores, weights, state, key, start, p.lowest);
                 __syncthreads();
-                accumulate(acc, weights, factors, v_plane);
+                accumulate(acc, weights, state, v_plane);
             }
         }
 
-        const int64_t slot = block + current[0].row * N_KV_HEADS + current[0].head;
+        const int64_t slot = block + state.current.row * N_KV_HEADS + state.current.head;
         store_partial(acc, p.partial + slot * ROWS * HEAD_DIM);
         softmax.store(p.stats + slot * ROWS * 2);
         __syncthreads();
         if (threadIdx.x == 0) {
-            current[0].unit += end - done - 1;
-            current[0].advance(spans);
+            state.current.unit += end - done - 1;
+            state.current.advance(state.spans);
         }
         done = end;
     }

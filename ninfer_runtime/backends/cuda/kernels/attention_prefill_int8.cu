@@ -23,38 +23,49 @@ constexpr int BATCH = 2;      // times eight keys that are multiplied beside eac
 constexpr float QUERY_STEPS = 127.0f * 256.0f;
 constexpr float LEAST_QUERY = 1e-30f;  // rows whose largest element is smaller count as zeros
 
-// Where 16 bytes of a key or value lie in a plane.
+// Where 16 bytes of a key or value lie in a plane; keys 8 apart lie 8 rows apart.
 template <bool IS_K>
-DEVICE int place(int key, int chunk) {
+DEVICE uint32_t place(uint32_t key, uint32_t chunk) {
     return key * HEAD_DIM + 16 * (IS_K ? chunk ^ (key & 1) << 2 : chunk ^ (key >> 1 & 3) << 1);
 }
+
+DEVICE int page_slot(int unit) { return static_cast<int>(static_cast<uint32_t>(unit) / PAGE_UNITS % PAGE_RING); }
+
+DEVICE int slot_of(int unit) { return static_cast<int>(static_cast<uint32_t>(unit) % SLOTS); }
 
 // Codes and scales of a tile's keys on their way. Keys that are not there yet become zeros; their scales may be anything.
 template <bool IS_K>
 DEVICE void request(const AttentionPrefillParams& p, int head, int unit, int page, uint8_t* planes,
-                    const volatile int* nought) {
-    const int first_key = unit * TILE_KEYS, token_in_page = first_key % PAGE_TOKENS;
-    const int n_keys = p.start + p.n_tokens - first_key, thread = static_cast<int>(threadIdx.x) + *nought;
+                    const volatile uint32_t* nought) {
+    constexpr int PASS_KEYS = THREADS / KEY_CHUNKS, SECOND = PASS_KEYS * HEAD_DIM;
+    static_assert(TILE_KEYS == 2 * PASS_KEYS && PASS_KEYS % 8 == 0, "two passes of the block");
+    const uint32_t thread = threadIdx.x + *nought, key = thread / KEY_CHUNKS;
+    const int n_keys = p.start + p.n_tokens - unit * TILE_KEYS, token_in_page = unit % PAGE_UNITS * TILE_KEYS;
     const int64_t row = static_cast<int64_t>(page * N_KV_HEADS + head) * PAGE_TOKENS + token_in_page;
     const uint8_t* const from = (IS_K ? p.k : p.v) + row * HEAD_DIM + 16 * thread;
-    uint8_t* const plane = planes + unit % SLOTS * PLANE_BYTES;
-#pragma unroll
-    for (int n = 0; n < TILE_KEYS * KEY_CHUNKS / THREADS; ++n) {
-        const int key = thread / KEY_CHUNKS + n * (THREADS / KEY_CHUNKS);
-        cp_async_16_zfill(plane + place<IS_K>(key, thread % KEY_CHUNKS), from + 16 * n * THREADS, key < n_keys);
+    uint8_t* const plane = planes + slot_of(unit) * PLANE_BYTES;
+    uint8_t* const to = plane + place<IS_K>(key, thread % KEY_CHUNKS);
+    if (n_keys >= TILE_KEYS) {
+        cp_async_16_at<0, 0>(to, from);
+        cp_async_16_at<SECOND, SECOND>(to, from);
+    } else {
+        cp_async_16_zfill_at<0, 0>(to, from, static_cast<int>(key) < n_keys);
+        cp_async_16_zfill_at<SECOND, SECOND>(to, from, static_cast<int>(key) + PASS_KEYS < n_keys);
     }
     if (thread < TILE_KEYS * GROUPS / 8) {  // 16 bytes: eight keys of a group
-        const int group = thread / (TILE_KEYS / 8), key = thread % (TILE_KEYS / 8) * 8;
+        const uint32_t group = thread / (TILE_KEYS / 8), first = thread % (TILE_KEYS / 8) * 8;
+        const int64_t page_row = row - token_in_page;
         cp_async_16_zfill(plane + SCALES_AT + 16 * thread,
-                          (IS_K ? p.k_scales : p.v_scales) + scale_index(row, token_in_page, group) + key, key < n_keys);
+                          (IS_K ? p.k_scales : p.v_scales) + page_row * GROUPS + (group * PAGE_TOKENS + token_in_page + first),
+                          static_cast<int>(first) < n_keys);
     }
 }
 
 // The scales of values that are not there: a weight of 0 times NaN would be NaN. By the threads that requested them.
-DEVICE void clear_scales(const AttentionPrefillParams& p, int unit, uint8_t* planes, const volatile int* nought) {
-    const int thread = static_cast<int>(threadIdx.x) + *nought, n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
+DEVICE void clear_scales(const AttentionPrefillParams& p, int unit, uint8_t* planes) {
+    const int thread = static_cast<int>(threadIdx.x), n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
     if (n_keys >= TILE_KEYS || thread >= TILE_KEYS * GROUPS / 8) return;
-    uint16_t* const scales = reinterpret_cast<uint16_t*>(planes + unit % SLOTS * PLANE_BYTES + SCALES_AT) + 8 * thread;
+    uint16_t* const scales = reinterpret_cast<uint16_t*>(planes + slot_of(unit) * PLANE_BYTES + SCALES_AT) + 8 * thread;
     for (int i = 0; i < 8; ++i)
         if (thread % (TILE_KEYS / 8) * 8 + i >= n_keys) scales[i] = 0;
 }
@@ -201,8 +212,8 @@ struct Mixer {
     }
 
     DEVICE void add(const uint8_t* weights, const uint8_t* plane) {
-        const int lane = lane_id(), warp = warp_index(), g = lane / 4, t = lane % 4;
-        const int row8 = lane % 8, matrix = lane / 8;
+        const int warp = threadIdx.x / WARP_LANES, g = lane_id() / 4, t = lane_id() % 4;
+        const int row8 = lane_id() % 8, matrix = lane_id() / 8;
         const uint8_t* const rows = weights + (matrix % 2 * 8 + row8) * TILE_KEYS * 2;
         const uint8_t* const values = plane + 2 * t * HEAD_DIM + 16 * (2 * warp + g / 4 ^ 2 * t) + 4 * (g % 4);  // place
         const uint8_t* const scales = plane + SCALES_AT + 2 * (warp / 2 * TILE_KEYS + 2 * t);
@@ -239,10 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     DYNAMIC_SHARED(uint8_t, shared);
     // One address serves all: head and tile wait here, too, as the loop over keys has no registers for them.
     int* const parked = reinterpret_cast<int*>(shared + SHARED_PARKED);  // slot, left, head, tile, first and last unit
-    int* const page_ids = parked + 6;
+    int* const page_ids = parked + 8;
     int* const moves = page_ids + PAGE_RING;  // [2][WARPS]: a factor is not 1
-    int* const nought = moves + 2 * WARPS;  // holds 0, which the compiler does not know: what depends on it is not kept
-    const volatile int* const unknown = nought;
+    // It holds 0, which the compiler does not know: what depends on it is not kept.
+    volatile uint32_t* const unknown = reinterpret_cast<uint32_t*>(moves + 2 * WARPS);
     uint8_t* const v_planes = shared + SHARED_V;
     uint8_t* const weights = shared + SHARED_WEIGHTS;
     float* const factors = reinterpret_cast<float*>(shared + SHARED_FACTORS);
@@ -259,13 +270,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int head = begin / per_head, unit = begin % per_head, tile = 0;
     while (unit >= tile_units(p, tile)) unit -= tile_units(p, tile++);
 
-    if (threadIdx.x == 0) nought[0] = 0;
+    if (threadIdx.x == 0) *unknown = 0;
     __syncthreads();
     while (left > 0) {
         const int end = minimum(tile_units(p, tile), unit + left);
         const int slot = unit == 0 && end == tile_units(p, tile) ? WHOLE : 2 * part + (unit == 0 ? 1 : 0);
         left -= end - unit;
-        if (threadIdx.x == 0) parked[0] = slot, parked[1] = left, parked[2] = head, parked[3] = tile, parked[4] = unit, parked[5] = end;
+        if (threadIdx.x == 0) {
+            parked[0] = slot, parked[1] = left, parked[2] = head, parked[3] = tile;
+            parked[4] = unit, parked[5] = end;
+        }
         const int last_page = (end - 1) / PAGE_UNITS;
         if (threadIdx.x < PAGE_RING) {
             const int index = unit / PAGE_UNITS + static_cast<int>(threadIdx.x);
@@ -289,44 +303,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const volatile int* const limits = parked + 4;
         const auto score_unit = [&](int unit) {
             float s[TILE_KEYS / 8][4];
-            queries.score(s, shared + (unit + *unknown) % SLOTS * PLANE_BYTES,
-                          lows + 4 * (static_cast<int>(threadIdx.x) + *unknown));
+            queries.score(s, shared + slot_of(unit + *unknown) * PLANE_BYTES, lows + 4 * (threadIdx.x + *unknown));
             warp_sync();  // what follows is not computed ahead: there are no registers to keep it in
             const int scored = unit + *unknown, buffer = scored & 1;
-            const int own = static_cast<int>(threadIdx.x) + *unknown;
-            TileSoftmax so_far = softmax[own];
-            const float scale[2] = {query_scales[2 * own], query_scales[2 * own + 1]};
+            const uint32_t own = threadIdx.x + *unknown;
+            TileSoftmax& kept = *reinterpret_cast<TileSoftmax*>(shared + (SHARED_SOFTMAX + 16 * own));
+            const float2 own_scale = *reinterpret_cast<const float2*>(shared + (SHARED_QUERY_SCALES + 8 * own));
+            TileSoftmax so_far = kept;
+            const float scale[2] = {own_scale.x, own_scale.y};
             const bool moved = so_far.weigh(s, scale, weights + buffer * WEIGHT_BYTES, factors + buffer * TILE_ROWS,
                                             scored * TILE_KEYS, p.start, parked[3]);
-            softmax[own] = so_far;
+            kept = so_far;
             const bool any = ballot(moved) != 0;
-            if (lane_id() == 0) moves[buffer * WARPS + warp_index()] = any ? 1 : 0;
+            if (lane_id() == 0) moves[buffer * WARPS + threadIdx.x / WARP_LANES] = any ? 1 : 0;
         };
         const auto mix_unit = [&](int unit) {
             const int mixed = unit + *unknown, buffer = mixed & 1;
-            int any = 0;
-#pragma unroll
-            for (int warp = 0; warp < WARPS; ++warp) any |= moves[buffer * WARPS + warp];
-            if (any != 0) mixer.shrink(factors + buffer * TILE_ROWS);
-            mixer.add(weights + buffer * WEIGHT_BYTES, v_planes + mixed % SLOTS * PLANE_BYTES);
+            const uint4* const moved = reinterpret_cast<const uint4*>(moves + buffer * WARPS);
+            const uint4 low = moved[0], high = moved[1];
+            if ((low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w) != 0) mixer.shrink(factors + buffer * TILE_ROWS);
+            mixer.add(weights + buffer * WEIGHT_BYTES, v_planes + slot_of(mixed) * PLANE_BYTES);
         };
         // The scores of the keys of `unit`, beside the weights of the unit before times its values.
 #pragma unroll 1
         for (; unit <= limits[1]; ++unit) {
             if (threadIdx.x == 0 && (unit + 5) % PAGE_UNITS == 0 && unit + 5 < limits[1])
-                cp_async_4(page_ids + (unit + 5) / PAGE_UNITS % PAGE_RING, p.pages + (unit + 5) / PAGE_UNITS);
+                cp_async_4(page_ids + page_slot(unit + 5), p.pages + static_cast<uint32_t>(unit + 5) / PAGE_UNITS);
             if (unit + 2 < limits[1])
-                request<true>(p, parked[2], unit + 2, page_ids[(unit + 2) / PAGE_UNITS % PAGE_RING], shared, unknown);
+                request<true>(p, parked[2], unit + 2, page_ids[page_slot(unit + 2)], shared, unknown);
             if (unit + 1 < limits[1])
-                request<false>(p, parked[2], unit + 1, page_ids[(unit + 1) / PAGE_UNITS % PAGE_RING], v_planes, unknown);
+                request<false>(p, parked[2], unit + 1, page_ids[page_slot(unit + 1)], v_planes, unknown);
             cp_async_commit();
             // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
-            const bool is_first = warp_index() < WARPS / 2;
+            const bool is_first = threadIdx.x < THREADS / 2;
             if (is_first && unit < limits[1]) score_unit(unit);
             if (unit > limits[0]) mix_unit(unit - 1);
             if (!is_first && unit < limits[1]) score_unit(unit);
             cp_async_wait<1>();
-            if (unit < limits[1]) clear_scales(p, unit, v_planes, unknown);
+            if (unit < limits[1]) clear_scales(p, unit, v_planes);
             __syncthreads();
         }
 
@@ -334,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         float* const sums = factors + TILE_ROWS;
         softmax[threadIdx.x].publish(references, sums);
         __syncthreads();
-        const int g = lane_id() / 4, t = lane_id() % 4, dim = 32 * warp_index() + 8 * t;
+        const int g = lane_id() / 4, t = lane_id() % 4, dim = 32 * static_cast<int>(threadIdx.x / WARP_LANES) + 8 * t;
         const int destination = parked[0];
         head = parked[2], tile = parked[3], left = parked[1];
 #pragma unroll

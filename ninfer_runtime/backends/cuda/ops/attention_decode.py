@@ -18,7 +18,8 @@ _TILE_ROWS = 16
 _STAGES = 2
 _COMBINE_SLOTS = 16
 _COMBINE_DIMS = 64
-_MAX_SHARED_BYTES = 101_376 - 512  # beside the kernel's static 256 bytes
+_MAX_SHARED_BYTES = 101_376
+_STATE_BYTES = 512
 _FLOAT = 4
 
 
@@ -79,11 +80,11 @@ class _Shape:
         padded_rows = _TILE_ROWS * self.tiles
         query = padded_rows * 2 * HEAD_DIM
         score_bytes = 2 * padded_rows * (stage_keys + 8) * _FLOAT
-        weights = padded_rows * (stage_keys + 16) * 2
+        weights = padded_rows * (stage_keys + 8) * 2
         query_scales = padded_rows * _FLOAT if format == "int8" else 0
         turns = self.q * self.geometry.rotary_dim * _FLOAT
         planes = 2 * _STAGES * stage_keys * (key + padding) + 2 * self.q * key
-        return planes + max(query, score_bytes + weights) + query_scales + turns
+        return planes + max(query, score_bytes + weights) + query_scales + turns + _STATE_BYTES
 
     @property
     def stage_keys(self) -> int:
