@@ -129,7 +129,7 @@ def crowded_ids(rng: np.random.Generator, n_tokens: int) -> Ints:
 
 
 def check_groups(rig: Rig, ids: Ints) -> None:
-    """Pairs lie by expert, then by token; columns cut every expert's run."""
+    """Pairs lie by expert, then by token; columns cut every expert's run, those of most token tiles come first."""
     m, (n_tokens, k) = rig.memory, ids.shape
     assert np.array_equal(rig.get(m.ids, np.int32, n_tokens, k), ids)
     order = rig.get(m.order, np.int32, n_tokens * k)
@@ -143,6 +143,7 @@ def check_groups(rig: Rig, ids: Ints) -> None:
         runs = range(0, count, COLUMN_TOKENS)
         columns += [(expert, first + at, min(count - at, COLUMN_TOKENS), 0) for at in runs]
         first += count
+    columns.sort(key=lambda column: -(-column[2] // 8), reverse=True)
     n_columns = int(rig.get(m.n_columns, np.int32, 1)[0])
     assert n_columns == len(columns) <= most_columns(rig.tensors, n_tokens)
     assert np.array_equal(rig.get(m.columns, np.int32, n_columns, 4), columns)

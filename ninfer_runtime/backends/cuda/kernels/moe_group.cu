@@ -4,7 +4,8 @@
 // moe_route   ids int32, shares fp32 [T][K] and the shared expert's share fp32 [T] from logits fp32 [T][logits_stride]
 //             (column N_EXPERTS: the shared expert's gate); histogram int32 [blocks][N_EXPERTS] of BLOCK_TOKENS tokens
 // moe_group   pairs in the order of their experts, within an expert by token: order[place[pair]] = token. Columns of
-//             the grouped products: of every expert its pairs in runs of at most COLUMN_TOKENS.
+//             the grouped products: of every expert its pairs in runs of at most COLUMN_TOKENS, those of most token
+//             tiles first, so that blocks that take every n-th one have equal work.
 // moe_reduce  x[t] += sum over slots of share · routed[place[pair]], in slot order, + shared share · shared[t]
 // Arrays 16-byte aligned, HIDDEN a multiple of 8.
 #include "moe.cuh"
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
     for (int i = threadIdx.x; i < BLOCK_TOKENS * TOP_K; i += THREADS)
         ids[i] = i < n ? static_cast<uint32_t>(p.ids[first_token * TOP_K + i]) : ~uint32_t{0};
     __syncthreads();
-    int pairs_before = 0, columns_before = 0;
+    int pairs_before = 0, counts[TURNS], firsts[TURNS];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         const int expert = turn * THREADS + static_cast<int>(threadIdx.x);
@@ -129,15 +130,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
                 count += of_block;
                 earlier += b < block ? of_block : 0;
             }
-        int n_pairs, n_columns;
-        const int first = pairs_before + block_exclusive_sum(count, scratch, n_pairs);
-        const int own_columns = ceil_div(count, COLUMN_TOKENS);
-        const int column = columns_before + block_exclusive_sum(own_columns, scratch, n_columns);
+        int n_pairs;
+        counts[turn] = count;
+        firsts[turn] = pairs_before + block_exclusive_sum(count, scratch, n_pairs);
         pairs_before += n_pairs;
-        columns_before += n_columns;
-        if (!exists) continue;
-        int next = first + earlier;
-        for (int at = 0; at < n; at += 4) {  // ids behind the last token are no expert's
+        int next = firsts[turn] + earlier;
+        for (int at = 0; at < n && exists; at += 4) {  // ids behind the last token are no expert's
             const uint4 four = *reinterpret_cast<const uint4*>(ids + at);
             const uint32_t each[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -147,14 +145,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
                     p.order[next++] = first_token + (at + i) / TOP_K;
                 }
         }
-        if (block > 0) continue;
-        for (int i = 0; i < own_columns; ++i) {
-            const int done = i * COLUMN_TOKENS;
-            store_16(p.columns + (column + i) * 4,
-                     make_uint4(expert, first + done, minimum(count - done, COLUMN_TOKENS), 0));
+    }
+    if (block > 0) return;
+    int columns_before = 0;
+#pragma unroll 1
+    for (int tiles = COLUMN_TOKENS / 8; tiles > 0; --tiles) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            // Columns of this expert that have so many token tiles: full ones, or what is left behind them.
+            const int full = counts[turn] / COLUMN_TOKENS, rest = counts[turn] % COLUMN_TOKENS;
+            const int first_full = tiles == COLUMN_TOKENS / 8 ? 0 : full;
+            const int end = ceil_div(rest, 8) == tiles ? full + 1 : full;
+            int n_columns;
+            int column = columns_before + block_exclusive_sum(end - first_full, scratch, n_columns);
+            columns_before += n_columns;
+            for (int i = first_full; i < end; ++i, ++column)
+                store_16(p.columns + column * 4,
+                         make_uint4(turn * THREADS + threadIdx.x, firsts[turn] + i * COLUMN_TOKENS,
+                                    i < full ? COLUMN_TOKENS : rest, 0));
         }
     }
-    if (block == 0 && threadIdx.x == 0) *p.n_columns = columns_before;
+    if (threadIdx.x == 0) *p.n_columns = columns_before;
 }
 
 struct MoeReduceParams {
