@@ -385,6 +385,10 @@ class LinearSmall:
         self._device, self._workspace = device, workspace
         self._variants = {size: plan(device, matrices, epilogue, size) for size in sizes(max_columns)}
 
+    def plan_of(self, n_columns: int) -> Variant:
+        """What ``n_columns`` columns launch."""
+        return self._variants[size_of(n_columns)]
+
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernel variants."""
@@ -418,7 +422,7 @@ class LinearSmall:
         assert len(outputs) == (0 if self.epilogue == "residual" else len(self.matrices))
         assert (residual is not None) == (self.epilogue == "residual")
         assert not (residual and rstd)
-        variant = self._variants[size_of(n_columns)]
+        variant = self.plan_of(n_columns)
         p, spans, pieces = LinearSmallParams(), variant.spans, variant.pieces
         for i in range(len(self.matrices), MAX_MATRICES):
             p.first_unit[i], p.first_weight[i] = 2**31 - 1, 2**32 - 1
