@@ -19,11 +19,9 @@ from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, roun
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.draft_memory import most_drafts
 from ninfer_runtime.backends.cuda.memory import lay_out, round_columns
 from ninfer_runtime.backends.cuda.nvrtc import nvrtc
 from ninfer_runtime.backends.cuda.ops import probes, repack
-from ninfer_runtime.backends.cuda.ops.attention import attention_geometry
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS
 from ninfer_runtime.backends.cuda.planned import CARDS, MODELS, planned_model
 from ninfer_runtime.backends.cuda.resources import (
@@ -53,15 +51,6 @@ DRAFTING = (replace(LIMITS, max_drafts=MAX_COLUMNS - 1), replace(LIMITS, max_row
 """Of those that draft, equal and by ratio."""
 BUDGET_FILE = Path(__file__).parent / "tuning" / "registers.json"
 BUDGET_SCHEMA = "ninfer.registers/1"
-
-
-def drafting_limits(model: BoundModel) -> tuple[ProgramLimits, ...]:
-    """``DRAFTING`` with as many drafts as the model's attention can read at once."""
-    most = most_drafts(attention_geometry(model.spec, "bf16"))
-    return tuple(
-        replace(limits, max_columns=min(limits.max_columns, most + 1), max_drafts=min(limits.max_drafts, most))
-        for limits in DRAFTING
-    )
 
 
 def program_specs(
@@ -96,7 +85,7 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
     users: dict[KernelSpec, list[str]] = {}
     for name in MODELS:
         model = planned_model(name)
-        for card, (dtype, rotation), limits in product(cards, KV_STORAGES, (LIMITS, *drafting_limits(model))):
+        for card, (dtype, rotation), limits in product(cards, KV_STORAGES, (LIMITS, *DRAFTING)):
             options = ProgramOptions(kv_dtype=dtype, kv_rotation=rotation)
             if limits.max_drafts:
                 acceptance: Acceptance = "equal" if limits.max_rows > 1 else "ratio"

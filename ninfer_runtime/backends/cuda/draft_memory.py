@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import ProgramLimits
 from ninfer_runtime.backends.cuda.arena import Taker
-from ninfer_runtime.backends.cuda.ops import attention_decode
-from ninfer_runtime.backends.cuda.ops.attention import AttentionGeometry
 from ninfer_runtime.backends.cuda.ops.draft import (
     DRAFT_STATE,
     HELD_DRAFTS,
@@ -47,21 +44,6 @@ class DraftRegions:
 def rows_at_once(limits: ProgramLimits) -> int:
     """Rows of a round that the layer reads together: one column more of each than the round has."""
     return min(limits.max_rows, MOST_SMALL_COLUMNS // (limits.max_columns + 1))
-
-
-def most_drafts(attention: AttentionGeometry) -> int:
-    """Of a row: the layer reads one column more than the round that verifies them has."""
-    return attention_decode.most_columns(attention) - 2
-
-
-def check_columns(limits: ProgramLimits, attention: AttentionGeometry) -> None:
-    """UnsupportedError for more columns of a row than the layer's attention can read."""
-    most = most_drafts(attention)
-    if limits.max_columns - 1 > most:
-        raise UnsupportedError(
-            f"{limits.max_columns - 1} drafts: with {attention.ratio} query heads to a KV head the cuda backend makes "
-            f"up to {most}, see --draft-tokens"
-        )
 
 
 def lay_out_drafts(

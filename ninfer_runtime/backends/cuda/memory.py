@@ -11,7 +11,7 @@ from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptio
 from ninfer_runtime.backends.checks import check_proposer, require
 from ninfer_runtime.backends.cuda.arena import ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, check_columns, lay_out_drafts, rows_at_once
+from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, lay_out_drafts, rows_at_once
 from ninfer_runtime.backends.cuda.matrix_paths import Fp4Prompts
 from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
@@ -163,8 +163,6 @@ def lay_out(
     attention = attention_geometry(spec, kv_storage, rotation=options.kv_rotation)
     check_proposer(model, limits, options)
     drafts = options.proposer != "none"
-    if drafts:
-        check_columns(limits, attention)
     weights = plan_weights(
         model, taker, drafts=drafts, draft_head=options.draft_head, residency=options.residency, host=host
     )

@@ -16,10 +16,10 @@ import pytest
 from ninfer_runtime.backends.base import MemoryPlan, ProgramOptions
 from ninfer_runtime.backends.cuda.catalog import (
     BUDGET_FILE,
+    DRAFTING,
     LIMITS,
     KernelRow,
     budget_of,
-    drafting_limits,
     kernel_rows,
     planned_specs,
     problems_of,
@@ -91,7 +91,7 @@ def test_catalog_lists_exactly_what_a_program_prepares(name: str, dtype: KvDtype
     model, card, options = planned_model(name), CARDS[0], ProgramOptions(kv_dtype=dtype)
     drafting = replace(options, proposer="mtp", draft_head=True)
     by_ratio = replace(drafting, acceptance="ratio")
-    wide, narrow = drafting_limits(model)
+    wide, narrow = DRAFTING
     for limits, chosen in ((LIMITS, options), (wide, drafting), (narrow, by_ratio)):
         plan = MemoryPlan(limits, chosen, *(1 << 36,) * 6)
         device: Any = Asking(card)

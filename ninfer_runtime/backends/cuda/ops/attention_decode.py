@@ -112,11 +112,6 @@ _MOST_COLUMNS = MAX_COLUMNS + 1
 _MOST_QUERY_ROWS = 48
 
 
-def most_columns(geometry: AttentionGeometry) -> int:
-    """Columns per row that there are kernels for."""
-    return _MOST_COLUMNS
-
-
 def _passes(geometry: AttentionGeometry, q: int) -> tuple[int, ...]:
     """Columns that are taken at once: all, or about half, where all together have too many query rows."""
     if not 1 <= q <= _MOST_COLUMNS:
