@@ -1,26 +1,28 @@
 // out = bf16(softmax(q k / 16) v) * sigmoid(gate), causal, for T new tokens over all cached keys 0 .. start + T, D = 256.
 // q (normalised, rotated) and gate bf16 [T][stride], keys and values in pages; rows of a tile: (token, head of the KV
 // group). A block multiplies 128 rows by 32 keys at a time; work is dealt evenly to one wave of blocks in units of
-// (KV head, tile, 32 keys). INT8 and FP6 codes become fp16 in shared memory, BF16 words stay. Where keys and values are
+// (KV head, tile, 32 keys). FP6 codes become fp16 in shared memory, BF16 words stay; INT8 has attention_prefill_int8.cu. Where keys and values are
 // rotated, the queries are too, and the result is left in fp32 for prefill_unrotate. fp32 accumulation, softmax to base 2.
 // Reference backends/reference/attention.py; tolerance 1 % of a head's norm, see specs/kernels.md.
 #include "common.cuh"
 #include "attention_prefill.cuh"
+
+static_assert(!KV_INT8, "INT8 has a kernel of its own");
 
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int PLANE_BYTES = TILE_KEYS * ROW_BYTES;
 constexpr int SHARED_V = 2 * PLANE_BYTES;
 constexpr int SHARED_WEIGHTS = 4 * PLANE_BYTES;
 constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
-constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // INT8 codes on their way: K, then V
+constexpr int SHARED_RAW = SHARED_FACTORS + 2 * TILE_ROWS * 4;  // FP6 codes on their way: K, then V
 constexpr int RAW_BYTES = TILE_KEYS * KEY_BYTES;
 constexpr int COPY_BYTES = KV_FP6 ? 8 : 16;  // a thread's 32 dims of FP6 are 24 bytes
 constexpr int THREAD_CHUNKS = TILE_KEYS * KEY_BYTES / COPY_BYTES / THREADS;
 // Steps between the request of a tile and the step that finishes it: coded bytes wait in `raw`, words go to their place.
-constexpr int AHEAD = KV_QUANTIZED ? 1 : 0;
+constexpr int AHEAD = KV_FP6 ? 1 : 0;
 
 DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if KV_QUANTIZED
+#if KV_FP6
     mma_f16(d, a, b0, b1);
 #else
     mma_bf16(d, a, b0, b1);
@@ -28,29 +30,22 @@ DEVICE void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 }
 
 // 16-byte chunk of a row of a K or V tile. Eight rows of one chunk lie in different banks; so do, of one row, the eight
-// chunks that eight neighbouring threads write at once: with INT8 they differ in bits 1, 3 and 4 of the chunk, with FP6 in
-// bits 2, 3 and 4.
+// chunks that eight neighbouring threads write at once: with FP6 they differ in bits 2, 3 and 4 of the chunk.
 DEVICE int chunk_offset(int key, int chunk) {
-    const int place = KV_FP6    ? chunk >> 2 | (chunk & 3) << 3
-                      : KV_INT8 ? (chunk >> 1 & 1) | (chunk >> 3 & 3) << 1 | (chunk & 1) << 3 | (chunk & 4) << 2
-                                : chunk;
+    const int place = KV_FP6 ? chunk >> 2 | (chunk & 3) << 3 : chunk;
     return key * ROW_BYTES + 16 * (place ^ (key & 7));
 }
 
 // chunk_offset(key, 2 * step + odd) without the key's row, for key % 8 == key7: one exclusive or per distinct constant.
 DEVICE int fragment_offset(int key7, int step, int odd) {
     if (KV_FP6) return (16 * key7 ^ 16 * (step >> 1)) + 128 * odd + 256 * (step & 1);
-    if (KV_INT8) return (16 * key7 ^ 16 * ((step & 1) | (step >> 2 & 3) << 1)) + 128 * odd + 256 * (step >> 1 & 1);
     return (16 * (key7 ^ odd) ^ 32 * (step & 3)) + 128 * (step >> 2);
 }
 
 // One plane's next tile on its way: each thread finishes the bytes that it requested itself.
 struct Request {
-#if KV_QUANTIZED
+#if KV_FP6
     uint16_t scale;  // of all its chunks
-#endif
-#if KV_INT8
-    DEVICE static int chunk_of(int thread, int n) { return 4 * (thread % 8 / 2) + thread % 2 + 2 * n; }
 #endif
 
     template <bool IS_K>
@@ -71,14 +66,6 @@ struct Request {
         }
         scale = 0;
         if (key < n_keys) scale = scales[scale_index(row, token_in_page, part / 2) + key];
-#elif KV_INT8
-        const int key = thread / 8;
-        const uint8_t* const from = codes + (row + key) * HEAD_DIM;
-#pragma unroll
-        for (int n = 0; n < THREAD_CHUNKS; ++n)
-            cp_async_16_zfill(raw + 16 * (thread + n * THREADS), from + 16 * chunk_of(thread, n), key < n_keys);
-        scale = 0;
-        if (key < n_keys) scale = scales[scale_index(row, token_in_page, chunk_of(thread, 0) / 4) + key];
 #else
         const uint8_t* const from = codes + row * HEAD_DIM * 2;
 #pragma unroll
@@ -117,24 +104,6 @@ struct Request {
             *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk)) = {word[0], word[1], word[2], word[3]};
             *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk + 1)) = {word[4], word[5], word[6], word[7]};
         }
-#elif KV_INT8
-        constexpr uint32_t signs = IS_K ? 0x80808080u : 0;  // what the codes are xored with to be 128 more, unsigned
-        const int thread = static_cast<int>(threadIdx.x) + *nought, key = thread / 8;
-        const uint32_t factor = scale | static_cast<uint32_t>(scale) << 16;
-#pragma unroll
-        for (int n = 0; n < THREAD_CHUNKS; ++n) {
-            const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * (thread + n * THREADS));
-            const uint32_t code[4] = {codes.x ^ signs, codes.y ^ signs, codes.z ^ signs, codes.w ^ signs};
-            uint32_t word[8];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                word[2 * i] = mul_f16x2(half_codes(code[i], 0x4140), factor);
-                word[2 * i + 1] = mul_f16x2(half_codes(code[i], 0x4342), factor);
-            }
-            const int chunk = 2 * chunk_of(thread, n);
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk)) = {word[0], word[1], word[2], word[3]};
-            *reinterpret_cast<uint4*>(plane + chunk_offset(key, chunk + 1)) = {word[4], word[5], word[6], word[7]};
-        }
 #endif
     }
 };
@@ -156,7 +125,7 @@ struct Scorer {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const uint32_t word = token < p.n_tokens ? load_4(from + 16 * step + 8 * i) : 0;
-                    query[step][half + 2 * i] = KV_QUANTIZED ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
+                    query[step][half + 2 * i] = KV_FP6 ? pack_half(bf16_lo(word), bf16_hi(word)) : word;
                 }
             }
         }
@@ -397,73 +366,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();
         unit = 0;
         if (++tile == n_tiles(p)) tile = 0, ++head;
-    }
-}
-
-// Tiles that several parts worked on. Grid (tiles, KV heads, quarters of a tile's rows), a warp per row.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    prefill_combine(const __grid_constant__ AttentionPrefillParams p) {
-    const int tile = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), lane = lane_id();
-    const int per_head = head_units(p), total = N_KV_HEADS * per_head, n_parts = minimum(p.n_parts, total);
-    int first_unit = head * per_head;
-    for (int before = 0; before < tile; ++before) first_unit += tile_units(p, before);
-    const int first = part_of(first_unit, n_parts, total);
-    const int last = part_of(first_unit + tile_units(p, tile) - 1, n_parts, total);
-    grid_dependency_wait();
-    grid_dependency_launch();
-    if (first == last) return;
-    const int n_rows = TILE_ROWS / static_cast<int>(gridDim.z), first_row = static_cast<int>(blockIdx.z) * n_rows;
-    for (int row = first_row + warp_index(); row < first_row + n_rows; row += WARPS) {
-        const int tile_row = tile * TILE_ROWS + row, token = tile_row / RATIO;
-        if (token >= p.n_tokens) continue;
-        const uint4 gate = load_16(p.gv + row_begin(token, p.gv_stride, head, tile_row) + LANE_DIMS * lane);
-        float largest = NO_SCORE, sum = 0.0f, value[LANE_DIMS] = {};
-#pragma unroll 2
-        for (int part = first; part <= last; ++part) {
-            const int64_t at = (2 * part + (part == first ? 1 : 0)) * static_cast<int64_t>(TILE_ROWS) + row;
-            const uint2 stat = load_8(p.stats + 2 * at);
-            const uint4 low = load_16(p.partial + at * HEAD_DIM + LANE_DIMS * lane);
-            const uint4 high = load_16(p.partial + at * HEAD_DIM + LANE_DIMS * lane + 4);
-            const uint32_t word[LANE_DIMS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            const float now = fmaxf(largest, __uint_as_float(stat.x));
-            const float mine = exp2_approx(largest - now), its = exp2_approx(__uint_as_float(stat.x) - now);
-            largest = now;
-            sum = sum * mine + __uint_as_float(stat.y) * its;
-#pragma unroll
-            for (int i = 0; i < LANE_DIMS; ++i) value[i] = value[i] * mine + __uint_as_float(word[i]) * its;
-        }
-        const float scale = 1.0f / sum;
-        if (p.mixed != nullptr) {
-            float* const to = p.mixed + row_begin(token, N_HEADS * HEAD_DIM, head, tile_row) + LANE_DIMS * lane;
-            uint32_t word[LANE_DIMS];
-#pragma unroll
-            for (int i = 0; i < LANE_DIMS; ++i) word[i] = __float_as_uint(value[i] * scale);
-            store_16(to, {word[0], word[1], word[2], word[3]});
-            store_16(to + 4, {word[4], word[5], word[6], word[7]});
-            continue;
-        }
-        store_16(p.out + row_begin(token, p.out_stride, head, tile_row) + LANE_DIMS * lane,
-                 {gated(value[0] * scale, value[1] * scale, gate.x), gated(value[2] * scale, value[3] * scale, gate.y),
-                  gated(value[4] * scale, value[5] * scale, gate.z), gated(value[6] * scale, value[7] * scale, gate.w)});
-    }
-}
-
-// Heads back from rotated ones, gated. A block per token, a warp per head.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    prefill_unrotate(const __grid_constant__ AttentionPrefillParams p) {
-    const int64_t token = blockIdx.x;
-    const int lane = lane_id();
-    grid_dependency_wait();
-    grid_dependency_launch();
-    for (int head = warp_index(); head < N_HEADS; head += WARPS) {
-        const int dim = head * HEAD_DIM + LANE_DIMS * lane;
-        const float* const from = p.mixed + token * (N_HEADS * HEAD_DIM) + dim;
-        const uint4 gate = load_16(p.gv + token * p.gv_stride + dim), low = load_16(from), high = load_16(from + 4);
-        float x[LANE_DIMS] = {__uint_as_float(low.x),  __uint_as_float(low.y),  __uint_as_float(low.z),
-                              __uint_as_float(low.w),  __uint_as_float(high.x), __uint_as_float(high.y),
-                              __uint_as_float(high.z), __uint_as_float(high.w)};
-        hadamard(x);
-        store_16(p.out + token * p.out_stride + dim, {gated(x[0], x[1], gate.x), gated(x[2], x[3], gate.y),
-                                                      gated(x[4], x[5], gate.z), gated(x[6], x[7], gate.w)});
     }
 }

@@ -1,9 +1,10 @@
 """Attention of a prompt chunk: norm, rotation and append of the new tokens, then causal flash attention with the gate.
 
 Three launches, four with rotation: ``kv_append`` writes the new keys and values into their pages and the turned queries
-back in place; ``attention_prefill`` deals (KV head, tile of query rows, keys) evenly to one wave of blocks;
-``prefill_combine`` merges tiles that more than one block worked on; ``prefill_unrotate`` turns rotated heads back and
-gates them. Specification: ``specs/kernels.md``, "Attention"; reference: ``backends/reference/attention.py``.
+back in place; ``attention_prefill`` (``attention_prefill_int8`` over INT8) deals (KV head, tile of query rows, keys)
+evenly to one wave of blocks; ``prefill_combine`` merges tiles that more than one block worked on; ``prefill_unrotate``
+turns rotated heads back and gates them. Specification: ``specs/kernels.md``, "Attention"; reference:
+``backends/reference/attention.py``.
 """
 
 import ctypes
@@ -43,7 +44,7 @@ class KvAppendParams(ctypes.Structure):
 
 
 class AttentionPrefillParams(ctypes.Structure):
-    """Mirrors ``kernels/attention_prefill.cu``; both entry points take it."""
+    """Mirrors ``include/attention_prefill.cuh``; every launch but the append takes it."""
 
     _fields_ = (
         ("qk", ctypes.c_uint64),
@@ -96,8 +97,8 @@ def _specs(geometry: AttentionGeometry, lowest: int) -> tuple[KernelSpec, Kernel
     return (
         append_spec(geometry),
         _attend_spec(geometry, lowest),
-        KernelSpec("attention_prefill.cu", "prefill_combine", geometry.defines),
-        KernelSpec("attention_prefill.cu", "prefill_unrotate", geometry.defines),
+        KernelSpec("prefill_combine.cu", "prefill_combine", geometry.defines),
+        KernelSpec("prefill_combine.cu", "prefill_unrotate", geometry.defines),
     )
 
 
