@@ -92,9 +92,8 @@ def test_rounds_are_routed_as_the_reference_unless_logits_are_near(
         monkeypatch.setattr(moe, "route", noting)
         reference.read(reference.launch(round_of(reference, *rows)))
         found = program.bench_routing(9)
-        assert [len(logits) for logits in seen] == [3] * (3 * n_layers)  # row by row, layer by layer
-        logits = torch.cat(seen).reshape(3, n_layers, 3, -1).transpose(0, 1)
-        ranked = logits.reshape(n_layers, 9, -1).sort(dim=-1, descending=True)
+        assert [len(logits) for logits in seen] == [9] * n_layers
+        ranked = torch.stack(seen).sort(dim=-1, descending=True)
         clear = (ranked.values[..., k - 1] - ranked.values[..., k] > MARGIN).numpy()
         assert clear.mean() > 0.5
         expected = np.sort(ranked.indices[..., :k].numpy(), axis=-1)
