@@ -22,7 +22,7 @@ from tests.emulator.device import EmulatedDevice
 from tests.runtime.cuda import fp4_rig
 from tests.runtime.cuda.small_ops import bf16_words, from_bf16
 
-FORMS = list(QuantizedForm)
+FORMS = (QuantizedForm.FP4, QuantizedForm.BF16)
 
 
 @pytest.fixture(scope="module")

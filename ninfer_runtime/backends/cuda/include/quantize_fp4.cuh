@@ -9,7 +9,7 @@
 
 #include "common.cuh"
 
-enum QuantizedForm { NOT_QUANTIZED, AS_FP4, AS_BF16 };  // as in ops/quantize_rows.py
+enum QuantizedForm { NOT_QUANTIZED, AS_FP4, AS_BF16, AS_INT8 };  // as in ops/quantize_rows.py
 
 // Bytes of a row's codes; its scales follow.
 __host__ __device__ constexpr int fp4_code_bytes(int k_padded) { return k_padded / 2; }

@@ -11,7 +11,7 @@
 // a quad has the n-th's). How blocks share tiles: tile_pieces.cuh.
 #include "common.cuh"
 #include "tile_pieces.cuh"
-#include "tile_ring.cuh"
+#include "quantized_ring.cuh"
 #include "tiles.cuh"
 
 #ifndef TOKENS
@@ -33,36 +33,14 @@
 constexpr int N_TILES = TOKENS / 8;
 constexpr int BLOCK_BYTES = Tile<NVFP4>::BLOCK_BYTES;  // of a tile row in a stage
 constexpr int CODE_BYTES = 64;                         // of a token in a stage
-constexpr int SCALE_BYTES = 8;
-using Ring = RingLayout<BLOCK_BYTES, CODE_BYTES, SCALE_BYTES, TOKENS>;
-using Copies = RingCopies<Ring, BLOCK_BYTES, CODE_BYTES, SCALE_BYTES, TOKENS>;
+constexpr int EXTRA_BYTES = 8;  // scales
+using Ring = RingLayout<BLOCK_BYTES, CODE_BYTES, EXTRA_BYTES, TOKENS>;
+using Copies = RingCopies<Ring, BLOCK_BYTES, CODE_BYTES, EXTRA_BYTES, TOKENS>;
 
 static_assert(THREADS == 256, "eight warps");
 static_assert(Tile<NVFP4>::STEP == 128 && Tile<NVFP4>::SCALE_BYTES == 128, "a block per tile row and stage");
 static_assert(STAGES >= 2 && STAGES * Ring::STAGE_BYTES <= 101376, "shared memory");
 static_assert(MATRICES >= 1 && MATRICES <= MAX_MATRICES, "matrices");
-
-struct LinearFp4Params {
-    const uint8_t* tiles[MAX_MATRICES];
-    void* out[MAX_MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16, or quantized; RESIDUAL: fp32, added to
-    const uint8_t* x;
-    float* partials;  // per block: TOKENS * 256 sums
-    uint32_t* flags;  // per block; 0 between launches
-    int64_t row_bytes;
-    int n_rows[MAX_MATRICES];  // of the output: half the matrix's for SWIGLU
-    int n_tile_rows[MAX_MATRICES];
-    int first_pair[MAX_MATRICES];  // pairs of tile rows before this matrix
-    int out_stride[MAX_MATRICES];  // elements; quantized: bytes
-    int out_float[MAX_MATRICES];   // STORE: nonzero for fp32
-    float factor[MAX_MATRICES];    // of sums: 1 / (divisor of x * divisor of the matrix)
-    float out_divisor;             // of what is quantized
-    int n_pairs;
-    int n_tokens;
-    int token_tiles;
-    int stages;  // of a tile: ceil(k / 128)
-    int whole_tiles;
-    int shared_tiles;
-};
 
 using Sums = SumsOf<N_TILES>;
 
@@ -123,57 +101,11 @@ DEVICE void multiply_stage(const unsigned char* slot, Sums& sums) {
     }
 }
 
-// Copies of a piece, the first STAGES - 1 of its stages under way.
-DEVICE Copies start_piece(const LinearFp4Params& p, unsigned char* ring, int index) {
-    const Piece piece = piece_of(p, index);
-    const int n = piece.end - piece.begin;
-    const Assignment a = assignment<MATRICES>(p, piece.tile / p.token_tiles);
-    const uint8_t* tiles = p.tiles[MATRICES == 1 ? 0 : maximum(a.matrix, 0)];
-    Copies copies(p, tiles, n > 0 ? a : Assignment{-1, 0}, piece.tile % p.token_tiles, piece.begin);
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) {
-        if (i < n) copies.copy(ring + i * Ring::STAGE_BYTES);
-        cp_async_commit();
-    }
-    return copies;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    linear_fp4(const __grid_constant__ LinearFp4Params p) {
+    linear_fp4(const __grid_constant__ RingParams p) {
     DYNAMIC_SHARED(unsigned char, ring);
     grid_dependency_wait();
 
-    // The copies of the next piece are under way while one is finished.
-    Copies copies = start_piece(p, ring, 0);
-    for (int index = 0;; ++index) {
-        Sums sums;
-        clear<N_TILES>(sums);
-        {
-            const Piece piece = piece_of(p, index);
-            if (piece.begin >= piece.end) break;
-            const bool idle = assignment<MATRICES>(p, piece.tile / p.token_tiles).matrix < 0;
-            int slot = 0, next = (STAGES - 1) * Ring::STAGE_BYTES;
-#pragma unroll 1
-            for (int left = piece.end - piece.begin; left > 0; --left) {
-                cp_async_wait<STAGES - 2>();
-                __syncthreads();
-                if (left >= STAGES) copies.copy(ring + next);
-                cp_async_commit();
-                if (!idle) multiply_stage(ring + slot, sums);
-                next = slot;
-                slot = slot == (STAGES - 1) * Ring::STAGE_BYTES ? 0 : slot + Ring::STAGE_BYTES;
-            }
-            cp_async_wait<0>();
-            __syncthreads();  // the next piece's copies overwrite what the slowest warp still reads
-        }
-        copies = start_piece(p, ring, index + 1);
-        const Piece piece = piece_of(p, index);
-        if (piece.begin > 0) {
-            leave<N_TILES>(p, sums);
-            continue;
-        }
-        collect_rest<N_TILES>(p, piece, sums);
-        const Assignment a = assignment<MATRICES>(p, piece.tile / p.token_tiles);
-        if (a.matrix >= 0) finish<EPILOGUE, QUANTIZED, N_TILES>(p, a, piece.tile % p.token_tiles * TOKENS, sums);
-    }
+    run_pieces<Ring, Copies, STAGES, MATRICES, EPILOGUE, QUANTIZED, N_TILES>(
+        p, ring, [](const unsigned char* slot, Sums& sums) { multiply_stage(slot, sums); });
 }

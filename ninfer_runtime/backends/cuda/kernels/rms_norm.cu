@@ -1,10 +1,10 @@
 // y[t] = x[t] / sqrt(mean(x[t]^2) + eps) * (1 + w)      x fp32 [T][HIDDEN]; w bf16 [HIDDEN]; HIDDEN a multiple of 4
 // y: OUTPUT 0: bf16 [T][STRIDE], zero from HIDDEN on; 1: fp32 [T][HIDDEN]; 2: fp32 that holds the bf16 value.
-// QUANTIZED 1 or 2 (with OUTPUT 0, HIDDEN a multiple of 16): also NVFP4 rows of the bf16 values, as FP4 or as
-// bf16(code * scale) [T][STRIDE] (quantize_fp4.cuh); y may then be null. Arrays 16-byte aligned.
+// QUANTIZED (with OUTPUT 0, HIDDEN a multiple of 16): also quantized rows of the bf16 values, a form of quantize_rows.cu;
+// y may then be null. Arrays 16-byte aligned.
 // One block per row, float32 throughout, one rounding; reference backends/reference/norm.py, 1 ulp of bf16.
 #include "common.cuh"
-#include "quantize_fp4.cuh"
+#include "quantize_rows.cuh"
 
 #ifndef QUANTIZED
 #define QUANTIZED 0
@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) rms_norm(const
             if (!QUANTIZED || p.y != nullptr) store_8(static_cast<uint16_t*>(p.y) + row * STRIDE + unit * 4, words);
             if constexpr (QUANTIZED != NOT_QUANTIZED) {
                 const float rounded[4] = {bf16_lo(words.x), bf16_hi(words.x), bf16_lo(words.y), bf16_hi(words.y)};
-                quantize_step<QUANTIZED>(rounded, p.divisor, unit / 32 * 128, p.quantized + row * p.row_bytes,
-                                         fp4_code_bytes(STRIDE));
+                quantize_row_step<QUANTIZED>(rounded, p.divisor, unit / 32 * 128, p.quantized + row * p.row_bytes,
+                                             STRIDE);
             }
         } else {
             uint32_t words[4];

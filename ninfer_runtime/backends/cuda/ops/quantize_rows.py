@@ -1,7 +1,8 @@
-"""Activations as NVFP4 (``kernels/quantize_rows.cu``). Reference: ``ninfer_format/numeric/nvfp4_activations.py``.
+"""Quantized activations (``kernels/quantize_rows.cu``). References: ``ninfer_format/numeric/nvfp4_activations.py`` and
+``int8_activations.py``.
 
-Two forms of the same numbers: FP4 rows for cards whose matrix instruction takes them, bf16(code · scale) rows for the
-ordinary product everywhere else. The norm and the SwiGLU product can write either form themselves.
+NVFP4 has two forms of the same numbers: FP4 rows for cards whose matrix instruction takes them, bf16(code · scale) rows
+for the ordinary product everywhere else. The norm can write any form itself, the SwiGLU product those of NVFP4.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import enum
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
+from ninfer_format.numeric.int8_activations import GROUP
 from ninfer_format.numeric.nvfp4 import BLOCK
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
@@ -24,6 +26,7 @@ class QuantizedForm(enum.IntEnum):
 
     FP4 = 1  # codes in operand order, then scales: ``row_bytes``
     BF16 = 2  # bf16(code · scale) in the order of columns
+    INT8 = 3  # bytes in operand order, then scale and sum of every 64 columns: ``row_bytes``
 
 
 def has_fp4_product(arch: str) -> bool:
@@ -41,12 +44,14 @@ def row_bytes(k: int, form: QuantizedForm) -> int:
     stride = activation_stride(k)
     if form is QuantizedForm.BF16:
         return 2 * stride
+    if form is QuantizedForm.INT8:
+        return stride + stride // GROUP * 8
     return up(stride // 2 + stride // BLOCK, _ROW_ALIGNMENT)
 
 
-def check_columns(k: int) -> None:
+def check_columns(k: int, form: QuantizedForm) -> None:
     """UnsupportedError unless ``k`` columns are whole blocks."""
-    if k % BLOCK:
+    if form is not QuantizedForm.INT8 and k % BLOCK:
         raise UnsupportedError(f"{k} columns of NVFP4 activations, expected a multiple of {BLOCK}")
 
 
@@ -64,7 +69,7 @@ class QuantizeRowsParams(ctypes.Structure):
 
 def kernel_spec(k: int, form: QuantizedForm) -> KernelSpec:
     """One variant."""
-    check_columns(k)
+    check_columns(k, form)
     defines = (("STRIDE", activation_stride(k)), ("FORM", int(form)))
     return KernelSpec("quantize_rows.cu", "quantize_rows", defines, _THREADS)
 

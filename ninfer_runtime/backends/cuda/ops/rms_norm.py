@@ -39,7 +39,7 @@ def kernel_spec(hidden: int, output: RmsNormOutput, quantized: QuantizedForm | N
         raise UnsupportedError(f"hidden width {hidden}, the cuda backend needs a multiple of {_UNIT}")
     defines = [("HIDDEN", hidden), ("STRIDE", activation_stride(hidden)), ("OUTPUT", OUTPUTS.index(output))]
     if quantized is not None:
-        check_columns(hidden)
+        check_columns(hidden, quantized)
         defines.append(("QUANTIZED", int(quantized)))
     return KernelSpec("rms_norm.cu", "rms_norm", tuple(defines), _THREADS)
 
