@@ -1,9 +1,9 @@
 """Matrix products of many tokens (prefill): y[t, n] = sum_k w[n, k] x[t, k], weights packed as tiles.
 
 An operation multiplies several matrices of the same K with the same activations: a launch for each, small ones of one
-format together. The grid is persistent, at most one block per multiprocessor; blocks that share a tile hand sums over
-through the workspace, in a fixed order, so results repeat bit for bit on one card. Launches that share a workspace
-belong on one stream.
+format together; small ones of BF16 that are stored take ``linear_narrow``. The grid is persistent, at most one block
+per multiprocessor; blocks that share a tile hand sums over through the workspace, in a fixed order, so results repeat
+bit for bit on one card. Launches that share a workspace belong on one stream.
 """
 
 import ctypes
@@ -19,6 +19,8 @@ from ninfer_format.geometry import up
 from ninfer_format.numeric.nvfp4 import BLOCK
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
+from ninfer_runtime.backends.cuda.ops import linear_narrow
+from ninfer_runtime.backends.cuda.ops.linear_narrow import LinearNarrow, NarrowOutput
 from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 
@@ -145,11 +147,19 @@ def specs(matrices: Sequence[PackedMatrix], epilogue: Epilogue, *, quantized: bo
 
     ``quantized``: the outputs of SWIGLU are quantized rows.
     """
-    return [
-        _spec(matrices[group[0]], len(group), epilogue, tokens, quantized=quantized)
-        for group in launches(matrices)
-        for tokens in token_tiles(matrices[group[0]])
-    ]
+    out: list[KernelSpec] = []
+    for group in launches(matrices):
+        of = [matrices[i] for i in group]
+        if _are_narrow(of, epilogue):
+            out.append(linear_narrow.spec(of))
+        else:
+            out += [_spec(of[0], len(of), epilogue, tokens, quantized=quantized) for tokens in token_tiles(of[0])]
+    return out
+
+
+def _are_narrow(matrices: Sequence[PackedMatrix], epilogue: Epilogue) -> bool:
+    """Whether a launch's matrices have so few rows that ``linear_narrow`` takes them."""
+    return epilogue is Epilogue.STORE and matrices[0].format == "BF16" and matrices[0].n_tiles <= SMALL_TILE_ROWS
 
 
 def _spec(matrix: PackedMatrix, n_matrices: int, epilogue: Epilogue, tokens: int, *, quantized: bool) -> KernelSpec:
@@ -241,6 +251,24 @@ class _Launch:
         self._kernels[cut.tokens].launch((cut.blocks, 1, 1), params, stream, pdl=pdl)
 
 
+class _NarrowLaunch:
+    """Matrices of one launch with few rows, by index into the operation's."""
+
+    def __init__(self, device: Device, matrices: Sequence[PackedMatrix], indices: Sequence[int]) -> None:
+        self.indices = indices
+        self._matrices = [matrices[i] for i in indices]
+        self._narrow = LinearNarrow(device, self._matrices)
+
+    def launch(
+        self, stream: Stream, n_tokens: int, x: int, x_stride: int, outputs: Sequence[Output], *, pdl: bool
+    ) -> None:
+        own = [
+            NarrowOutput(outputs[i].pointer, outputs[i].dtype == "fp32", outputs[i].stride or matrix.n_outputs)
+            for i, matrix in zip(self.indices, self._matrices, strict=True)
+        ]
+        self._narrow.launch(stream, n_tokens, x, x_stride, own, pdl=pdl)
+
+
 class LinearLarge:
     """Matrices of equal K (packed, resident) times up to ``max_tokens`` tokens."""
 
@@ -276,7 +304,10 @@ class LinearLarge:
         self._columns = matrices[0].k_padded
         self._max_tokens = max_tokens
         self._launches = [
-            _Launch(device, matrices, group, epilogue, workspace, out_divisor) for group in launches(matrices)
+            _NarrowLaunch(device, matrices, group)
+            if _are_narrow([matrices[i] for i in group], epilogue)
+            else _Launch(device, matrices, group, epilogue, workspace, out_divisor)
+            for group in launches(matrices)
         ]
 
     def launch(

@@ -1,4 +1,4 @@
-"""A mixture of experts for prompt chunks (``kernels/moe_router.cu``, ``moe_group.cu``, ``moe_large.cu``).
+"""A mixture of experts for prompt chunks (``kernels/moe_group.cu``, ``moe_large.cu``).
 
 Eight launches: the router's logits, routing, (token, slot) pairs in the order of their experts, the experts' gate and
 up, their downs, the shared expert's two products, and the weighted sum onto the residual stream. Every expert's weights
@@ -13,7 +13,7 @@ from ninfer_format.errors import SignatureError, UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops import linear_large
+from ninfer_runtime.backends.cuda.ops import linear_large, linear_narrow
 from ninfer_runtime.backends.cuda.ops.linear_large import (
     ROW_TILES,
     STAGE_COLUMNS,
@@ -22,6 +22,7 @@ from ninfer_runtime.backends.cuda.ops.linear_large import (
     Output,
     sums_factor,
 )
+from ninfer_runtime.backends.cuda.ops.linear_narrow import LinearNarrow, NarrowOutput
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MoeTensors
 
@@ -31,27 +32,9 @@ for. With 8 of 256 experts per token a chunk of 1,024 tokens brings an expert 32
 BLOCK_TOKENS = 32
 """Tokens that a block routes."""
 MAX_EXPERTS = 1024
-_ROUTER_TILE_ROWS = 5
-"""Of a block: with 257 rows and 1,024 tokens of 32 each, 128 blocks."""
 _MAX_STAGES, _MAX_SHARED = 3, 101_376
 _THREADS, _ROUTE_THREADS = 256, 512
 _BF16, _FLOAT, _INT, _COLUMN = 2, 4, 4, 16
-
-
-class MoeRouterParams(ctypes.Structure):
-    """Mirror of the struct of the same name in the kernel."""
-
-    _fields_ = (
-        ("tiles", ctypes.c_uint64),
-        ("x", ctypes.c_uint64),
-        ("logits", ctypes.c_uint64),
-        ("n_rows", ctypes.c_int32),
-        ("n_tile_rows", ctypes.c_int32),
-        ("n_tokens", ctypes.c_int32),
-        ("x_stride", ctypes.c_int32),
-        ("n_groups", ctypes.c_int32),
-        ("logits_stride", ctypes.c_int32),
-    )
 
 
 class MoeRouteParams(ctypes.Structure):
@@ -197,12 +180,6 @@ def _product_spec(matrix: PackedMatrix) -> KernelSpec:
     return KernelSpec("moe_large.cu", "moe_large", tuple(defines.items()), _THREADS, shared, 2 if rings else 1)
 
 
-def _router_spec() -> KernelSpec:
-    rows, warps = 16 * _ROUTER_TILE_ROWS, _THREADS // 32
-    defines = (("TILE_ROWS", _ROUTER_TILE_ROWS),)
-    return KernelSpec("moe_router.cu", "moe_router", defines, _THREADS, warps * BLOCK_TOKENS * (rows + 4) * _FLOAT)
-
-
 def _group_spec(name: str, tensors: MoeTensors) -> KernelSpec:
     defines = {
         "N_EXPERTS": tensors.n_experts,
@@ -217,7 +194,7 @@ def _group_spec(name: str, tensors: MoeTensors) -> KernelSpec:
 def specs(tensors: MoeTensors) -> list[KernelSpec]:
     """Every variant that a network of this geometry may launch."""
     return [
-        _router_spec(),
+        linear_narrow.spec((tensors.router,)),
         *(_group_spec(name, tensors) for name in ("moe_route", "moe_group", "moe_reduce")),
         _product_spec(tensors.routed_gate_up),
         _product_spec(tensors.routed_down),
@@ -267,8 +244,6 @@ class MoePrefill:
     ) -> None:
         """``workspace`` of ``linear_large``. UnsupportedError for sizes that have no kernels."""
         hidden, k = tensors.routed_down.n_outputs, tensors.experts_per_token
-        if tensors.router.format != "BF16":
-            raise SignatureError(f"{tensors.router.name} is stored in {tensors.router.format}, expected BF16")
         if hidden % 8 or tensors.n_experts > MAX_EXPERTS or k > 32:
             raise UnsupportedError(
                 f"hidden width {hidden}, {tensors.n_experts} experts, {k} per token: the cuda backend takes widths "
@@ -283,7 +258,7 @@ class MoePrefill:
         self._route, self._group, self._reduce = (
             device.kernel(_group_spec(name, tensors)) for name in ("moe_route", "moe_group", "moe_reduce")
         )
-        self._router = device.kernel(_router_spec())
+        self._router = LinearNarrow(device, (tensors.router,))
         self.gate_up = Grouped(device, tensors.routed_gate_up, memory, pairs, columns)
         self.down = Grouped(device, tensors.routed_down, memory, pairs, columns)
         self._shared_gate_up = large(tensors.shared.gate_up, Epilogue.SWIGLU)
@@ -300,19 +275,8 @@ class MoePrefill:
     def router(self, stream: Stream, n_tokens: int, normed: int) -> None:
         """``normed`` → ``logits``."""
         router = self._tensors.router
-        params = MoeRouterParams(
-            router.pointer,
-            normed,
-            self._memory.logits,
-            router.n_rows,
-            router.n_tiles,
-            n_tokens,
-            activation_stride(router.k),
-            router.k_steps,
-            router.n_rows,
-        )
-        grid = (-(-n_tokens // BLOCK_TOKENS), -(-router.n_tiles // _ROUTER_TILE_ROWS), 1)
-        self._router.launch(grid, params, stream)
+        logits = NarrowOutput(self._memory.logits, is_float=True, stride=router.n_rows)
+        self._router.launch(stream, n_tokens, normed, activation_stride(router.k), (logits,))
 
     def route(self, stream: Stream, n_tokens: int) -> None:
         """Logits → what goes where."""
