@@ -8,6 +8,7 @@ downs, the weighted sum and the residual stream. Reference: ``backends/reference
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
@@ -22,9 +23,13 @@ MAX_COLUMNS = 48
 MAX_EXPERTS = 1024
 MAX_BLOCK_SHARED = 101_376
 _TILE_ROWS, _LANES = 16, 32
-_NARROW = 8
-"""Columns that launches of few are compiled for; all others take ``MAX_COLUMNS``."""
-_ROUTER_WARPS, _GATE_UP_WARPS, _DOWN_WARPS = 8, 8, 16
+_LIMITS = (1, 8, MAX_COLUMNS)
+"""Numbers of columns that launches are made for; a launch takes the first that holds its columns."""
+_TOKEN_TILE = 8
+_ROUTER_WARPS, _GATE_UP_WARPS = 8, 8
+_DOWN_WARPS: Mapping[int, tuple[int, int]] = MappingProxyType({1: (8, 1), 8: (16, 2), MAX_COLUMNS: (16, 1)})
+"""By limit: warps, and how many of them divide an entry's columns. One column has eight entries, and a block of eight
+warps has room beside one of gate and up."""
 _GATE_UP_SPLIT = 2
 """Warps that divide the columns of a tile row of gate and up: 8 of 256 experts are 512 tile rows, a card has two to
 three times as many warps that wait for memory."""
@@ -147,8 +152,13 @@ class RoundExperts:
 
 
 def column_limits(max_columns: int) -> tuple[int, ...]:
-    """Numbers of columns that launches of up to ``max_columns`` are compiled for."""
-    return (_NARROW,) if max_columns <= _NARROW else (_NARROW, MAX_COLUMNS)
+    """Limits that launches of up to ``max_columns`` columns take."""
+    return _LIMITS[: _LIMITS.index(limit_of(max_columns)) + 1]
+
+
+def limit_of(n_columns: int) -> int:
+    """The limit that a launch of so many columns takes."""
+    return next(limit for limit in _LIMITS if limit >= n_columns)
 
 
 def selection_bytes(n_experts: int, top_k: int, columns: int, tile: int) -> int:
@@ -163,7 +173,7 @@ def _spec(
     device: Device,
     name: str,
     tensors: MoeTensors,
-    columns: int,
+    limit: int,
     *,
     warps: int,
     slot: int,
@@ -172,6 +182,7 @@ def _spec(
     blocks_per_sm: int = 1,
 ) -> KernelSpec:
     """The variant with as many stages of ``slot`` bytes per warp as fit beside ``rest_bytes``."""
+    columns = up(limit, _TOKEN_TILE)
     budget = min(MAX_BLOCK_SHARED, device.shared_per_sm // blocks_per_sm - 1024) - 4 * columns - rest_bytes
     stages = min(_MAX_STAGES[name], budget // (warps * slot))
     if stages < 2:
@@ -189,17 +200,17 @@ def _spec(
     return KernelSpec(f"{name}.cu", name, (*common, *defines), _LANES * warps, shared, blocks_per_sm)
 
 
-def router_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
-    """The variant of ``moe_round_router.cu`` for up to ``columns`` columns."""
+def router_spec(device: Device, tensors: MoeTensors, limit: int) -> KernelSpec:
+    """The variant of ``moe_round_router.cu`` for up to ``limit`` columns."""
     router, shared = tensors.router, tensors.shared.gate_up
     return _spec(
         device,
         "moe_round_router",
         tensors,
-        columns,
+        limit,
         warps=_ROUTER_WARPS,
         slot=max(router.block_bytes, shared.block_bytes),
-        rest_bytes=_ROUTER_WARPS * columns * _TILE_ROWS * _FLOAT,
+        rest_bytes=_ROUTER_WARPS * up(limit, _TOKEN_TILE) * _TILE_ROWS * _FLOAT,
         defines=(
             ("SHARED_FORMAT", shared.tile.code),
             ("BLOCKS", router.k_steps),
@@ -208,16 +219,17 @@ def router_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec
     )
 
 
-def gate_up_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
-    """The variant of ``moe_gate_up.cu`` for up to ``columns`` columns."""
+def gate_up_spec(device: Device, tensors: MoeTensors, limit: int) -> KernelSpec:
+    """The variant of ``moe_gate_up.cu`` for up to ``limit`` columns."""
     bank = tensors.routed_gate_up
+    columns = up(limit, _TOKEN_TILE)
     selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, columns, _GATE_UP_TILE)
     exchange = _GATE_UP_WARPS // _GATE_UP_SPLIT * 2 * (_GATE_UP_SPLIT - 1) * 4 * _LANES * _FLOAT
     return _spec(
         device,
         "moe_gate_up",
         tensors,
-        columns,
+        limit,
         warps=_GATE_UP_WARPS,
         slot=bank.block_bytes + _GATE_UP_TILE * bank.tile.step * _BF16,
         rest_bytes=selection + exchange,
@@ -232,18 +244,18 @@ def gate_up_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpe
     )
 
 
-def down_spec(device: Device, tensors: MoeTensors, columns: int) -> KernelSpec:
-    """The variant of ``moe_down.cu`` for up to ``columns`` columns."""
+def down_spec(device: Device, tensors: MoeTensors, limit: int) -> KernelSpec:
+    """The variant of ``moe_down.cu`` for up to ``limit`` columns."""
     bank, shared = tensors.routed_down, tensors.shared.down
-    split = 2 if columns == _NARROW else 1
+    columns, (warps, split) = up(limit, _TOKEN_TILE), _DOWN_WARPS[limit]
     selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, columns, _DOWN_TILE)
-    parts = max(split * columns * tensors.experts_per_token, min(_DOWN_WARPS, shared.k_steps) * columns)
+    parts = max(split * columns * tensors.experts_per_token, min(warps, shared.k_steps) * columns)
     return _spec(
         device,
         "moe_down",
         tensors,
-        columns,
-        warps=_DOWN_WARPS,
+        limit,
+        warps=warps,
         slot=max(bank.block_bytes, shared.block_bytes),
         rest_bytes=selection + parts * _TILE_ROWS * _FLOAT,
         defines=(
@@ -276,9 +288,9 @@ class MoeSmall:
         self.tensors, self.memory, self.max_columns = tensors, memory, max_columns
         self._device = device
         limits = column_limits(max_columns)
-        self._router = {columns: router_spec(device, tensors, columns) for columns in limits}
-        self._gate_up = {columns: gate_up_spec(device, tensors, columns) for columns in limits}
-        self._down = {columns: down_spec(device, tensors, columns) for columns in limits}
+        self._router = {n: router_spec(device, tensors, n) for n in limits}
+        self._gate_up = {n: gate_up_spec(device, tensors, n) for n in limits}
+        self._down = {n: down_spec(device, tensors, n) for n in limits}
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -288,7 +300,7 @@ class MoeSmall:
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernel variants."""
-        return [*self._router.values(), *self._gate_up.values(), *self._down.values()]
+        return list(dict.fromkeys([*self._router.values(), *self._gate_up.values(), *self._down.values()]))
 
     @property
     def ss_parts(self) -> int:
@@ -328,7 +340,7 @@ class MoeSmall:
         p.factor = bank.sums_factor
         _divide(p, rstd)
         tasks = min(self.tensors.n_experts, n_columns * self.tensors.experts_per_token) * bank.expert_tiles
-        most = self._device.n_sms * self._gate_up[_NARROW].min_blocks
+        most = self._device.n_sms * self._gate_up[1].min_blocks
         self._queue(stream, self._gate_up, n_columns, min(most, -(-tasks * _GATE_UP_SPLIT // _GATE_UP_WARPS)), p)
 
     def launch_down(self, stream: Stream, n_columns: int, residual: Residual) -> None:
@@ -346,7 +358,7 @@ class MoeSmall:
     def _queue(
         self, stream: Stream, variants: Mapping[int, KernelSpec], n_columns: int, n_blocks: int, p: ctypes.Structure
     ) -> None:
-        spec = variants[_NARROW if n_columns <= _NARROW else MAX_COLUMNS]
+        spec = variants[limit_of(n_columns)]
         self._device.kernel(spec).launch((n_blocks, 1, 1), p, stream)
 
 
