@@ -273,6 +273,8 @@ def cut_pieces(matrices: Sequence[PackedMatrix], tuning: LinearSmallTuning) -> P
     matrix, steps = matrices[largest], k_steps(matrices[largest])
     row_blocks = -(-matrix.n_tiles // block_tiles)
     row_pieces = -(-(steps // tuning.phases) // tuning.piece_steps) * tuning.phases
+    if not row_pieces:  # fewer steps than phases
+        return Pieces()
     share = tuning.held_percent / 100 * sum(m.n_bytes for m in matrices) / matrix.n_bytes
     most = MAX_PIECES * tuning.tile_rows // (row_pieces * block_tiles)
     held = min(round(share * row_blocks), row_blocks - 1, most)
