@@ -7,7 +7,7 @@ from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES
-from ninfer_runtime.backends.cuda.planning import plan_program, plan_streamed
+from ninfer_runtime.backends.cuda.planning import Tables, plan_program, plan_streamed
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.cuda.rates import measured_rates
 from ninfer_runtime.backends.cuda.residency import Rates
@@ -34,7 +34,9 @@ class CudaBackend:
     ) -> None:
         """``rates`` of the device, where they are known."""
         self._given = device
-        self._rates = rates
+        self._given_rates = rates
+        self._rates: dict[int, Rates] = {}
+        self._tables: Tables = {}
         self._progress = progress
         self._opened: dict[int, Device] = {}
 
@@ -50,15 +52,17 @@ class CudaBackend:
         device = self._device(options)
         if options.residency.weights == "ffn" and options.residency.streamed is None:
             free, rates = self.free_memory(options), self.rates(options)
-            return plan_streamed(model, limits, options, device, free, rates)
-        return plan_program(model, limits, options, device)
+            return plan_streamed(model, limits, options, device, free, rates, self._tables)
+        return plan_program(model, limits, options, device, self._tables)
 
     def rates(self, options: ProgramOptions) -> Rates:
         """Of the device: given, or measured once."""
+        if self._given_rates is not None:
+            return self._given_rates
         device = self._device(options)
-        if self._rates is None:
-            self._rates = measured_rates(device)
-        return self._rates
+        if id(device) not in self._rates:
+            self._rates[id(device)] = measured_rates(device)
+        return self._rates[id(device)]
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> CudaProgram:
         """Compile, allocate, load."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
-from ninfer_runtime.backends.cuda.arena import ALIGNMENT, ArenaPlan
+from ninfer_runtime.backends.cuda.arena import ALIGNMENT, ArenaPlan, Region
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.matrices import SmallMatrices
 from ninfer_runtime.backends.cuda.memory import Regions, lay_out, memory_plan, round_columns, snapshot_bytes
@@ -27,22 +27,41 @@ from ninfer_runtime.models.binder import BoundModel
 _PREDICTED_DRAFTS = 3
 
 
-def plan_program(model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device) -> MemoryPlan:
+Tables = dict[tuple[int, int, str, bool], tuple[BoundModel, tuple[Region, ...]]]
+"""Regions of launches' tables that were counted before: by model, columns of a round, proposer and draft head. Counting
+them takes longer than all the rest, and contexts and pools do not change them."""
+
+
+def plan_program(
+    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, tables: Tables | None = None
+) -> MemoryPlan:
     """The sums of a program whose residency is chosen; UsageError or UnsupportedError for what has no kernels."""
-    return _planned(model, limits, options, device)[1]
+    return _planned(model, limits, options, device, {} if tables is None else tables)[1]
 
 
 def _planned(
-    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device
+    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, tables: Tables
 ) -> tuple[Regions, MemoryPlan]:
     plan, host = ArenaPlan(), ArenaPlan()
     regions = lay_out(model, limits, options, device, plan, host)
-    SmallMatrices(device, plan, regions, round_columns(limits))
+    key, begin = (id(model), round_columns(limits), options.proposer, options.draft_head), len(plan.regions)
+    if key not in tables:
+        SmallMatrices(device, plan, regions, round_columns(limits))
+        tables[key] = model, tuple(plan.regions[begin:])
+    else:
+        for region in tables[key][1]:
+            plan.take(region.name, region.n_bytes)
     return regions, memory_plan(limits, options, plan, snapshot_bytes(regions), host.n_bytes)
 
 
 def plan_streamed(
-    model: BoundModel, limits: ProgramLimits, options: ProgramOptions, device: Device, free: int, rates: Rates
+    model: BoundModel,
+    limits: ProgramLimits,
+    options: ProgramOptions,
+    device: Device,
+    free: int,
+    rates: Rates,
+    tables: Tables | None = None,
 ) -> MemoryPlan:
     """The plan whose networks are streamed so that ``free`` bytes hold the program, if that is possible.
 
@@ -52,7 +71,8 @@ def plan_streamed(
     if (residency.n_ffn_layers or 0) > n_layers:
         raise UsageError(f"n_ffn_layers is {residency.n_ffn_layers}, the model has {n_layers} layers")
     on_device = replace(residency, weights="device", streamed=(), n_slots=0)
-    regions, resident = _planned(model, limits, replace(options, residency=on_device), device)
+    kept = {} if tables is None else tables
+    regions, resident = _planned(model, limits, replace(options, residency=on_device), device, kept)
     found = [_network(layer) for layer in regions.weights.layers]
     networks = [network for network in found if network is not None]
     if len(networks) < n_layers:
