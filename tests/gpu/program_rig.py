@@ -138,8 +138,8 @@ def synthesize(identity: str, path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
-def block_errors(model: BoundModel) -> list[float]:
-    """Of every block, fed with the reference's input of 64 tokens: error relative to what the block changes."""
+def block_errors(model: BoundModel, n_tokens: int = 64) -> list[float]:
+    """Of every block, fed with the reference's input of up to 64 tokens: error relative to what the block changes."""
     import torch
 
     from ninfer_runtime.backends.reference import attention as reference_attention
@@ -149,7 +149,7 @@ def block_errors(model: BoundModel) -> list[float]:
     from ninfer_runtime.backends.reference.rope import rope_tables
     from ninfer_runtime.models.qwen3_5 import AttentionWeights
 
-    spec, hidden, n_tokens = model.spec, model.spec.text.hidden, 64
+    spec, hidden = model.spec, model.spec.text.hidden
     backend = ReferenceBackend()
     options = ProgramOptions(device="cuda", dtype="float32", weight_budget=24 << 30)
     limits = replace(SLICE_LIMITS, max_context=64, n_pages=1, prefill_chunk=64)
