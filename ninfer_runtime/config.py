@@ -13,6 +13,7 @@ KvStorage = Literal["float32", "bf16", "int8", "fp6"]
 Proposer = Literal["none", "mtp"]
 Acceptance = Literal["equal", "ratio"]
 Nvfp4Activations = Literal["auto", "a4", "a16"]
+PrefillActivations = Literal["bf16", "int8"]
 KvCapacity = int | Literal["auto"] | None
 WeightResidency = Literal["device", "ffn"]
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
@@ -183,6 +184,7 @@ class EngineConfig:
     max_concurrency  sequences that can be alive at once, 1..8
     nvfp4_activations  what prompts multiply NVFP4 matrices by: "a4" NVFP4 rows, "a16" rows as they are; "auto" = a4 on
                    cards with a product for it
+    prefill_activations  what prompts multiply matrices of grouped integer codes by: rows as they are, or bytes
     weight_budget  bytes of decoded weights kept resident; None = half of the free memory; 0 = decode on every use
     spec           what drafts tokens; "none" or "mtp", with ``draft_tokens`` 1..5 per round
     lm_head_draft  draft with the artifact's head over frequent ids
@@ -206,6 +208,7 @@ class EngineConfig:
     prefill_chunk: int = 1024
     max_concurrency: int = 1
     nvfp4_activations: Nvfp4Activations = "auto"
+    prefill_activations: PrefillActivations = "bf16"
     weight_budget: int | None = None
     spec: Proposer = "none"
     draft_tokens: int = 0
@@ -240,6 +243,7 @@ class EngineConfig:
         _check_option("spec", self.spec, ("none", "mtp"))
         _check_option("acceptance", self.acceptance, ("equal", "ratio"))
         _check_option("nvfp4_activations", self.nvfp4_activations, ("auto", "a4", "a16"))
+        _check_option("prefill_activations", self.prefill_activations, ("bf16", "int8"))
         if self.spec == "none" and (self.draft_tokens or self.lm_head_draft):
             raise UsageError("draft_tokens and lm_head_draft need spec, which is 'none'")
         if self.spec != "none":

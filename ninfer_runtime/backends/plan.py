@@ -10,6 +10,7 @@ from ninfer_runtime.config import (
     Dtype,
     KvDtype,
     Nvfp4Activations,
+    PrefillActivations,
     Proposer,
     Residency,
 )
@@ -69,6 +70,7 @@ class ProgramOptions:
 
     nvfp4_activations  "a4": prompt chunks of more columns than a round has multiply NVFP4 matrices by rows quantized to
                    NVFP4 (specs/formats.md §10); "auto": where the card has a product for it
+    prefill_activations  "int8": such chunks multiply matrices of grouped integer codes by signed bytes (§11)
     weight_budget  bytes of decoded weights to keep resident, None = what fits
     kv_rotation    quantized keys and values are stored after a Walsh-Hadamard rotation of each head
     proposer       what drafts tokens; "none" takes no memory
@@ -82,6 +84,7 @@ class ProgramOptions:
     kv_dtype: KvDtype = "auto"
     weight_budget: int | None = None
     nvfp4_activations: Nvfp4Activations = "auto"
+    prefill_activations: PrefillActivations = "bf16"
     kv_rotation: bool = True
     proposer: Proposer = "none"
     draft_head: bool = False

@@ -46,9 +46,10 @@ def prefill(run: Running, prompt: Prompt, seed: int) -> Result:
         seconds.append(time.perf_counter() - started)
         drawn.append(result)
     flops = prefill_flops(run.artifact.directory.objects, run.model.spec.text, prompt.n_tokens)
-    took, activations = sorted(seconds[1:])[REPEATS // 2], run.plan.options.nvfp4_activations
+    took, options = sorted(seconds[1:])[REPEATS // 2], run.plan.options
+    kinds = [kind for kind in (options.nvfp4_activations, options.prefill_activations) if kind not in ("auto", "bf16")]
     return Result(
-        id=f"prefill/{run.identity}/{prompt.n_tokens}" + ("" if activations == "auto" else f"/{activations}"),
+        id="/".join(["prefill", str(run.identity), str(prompt.n_tokens), *kinds]),
         value=prompt.n_tokens / took,
         unit="tok/s",
         limit="mma_tflops",

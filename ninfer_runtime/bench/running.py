@@ -27,6 +27,7 @@ from ninfer_runtime.config import (
     Dtype,
     KvDtype,
     Nvfp4Activations,
+    PrefillActivations,
     Proposer,
     Residency,
     SamplingParams,
@@ -53,6 +54,7 @@ class BenchOptions:
     """Of the draft layer, if there is one to measure."""
     residency: Residency = ON_DEVICE
     nvfp4_activations: Nvfp4Activations = "auto"
+    prefill_activations: PrefillActivations = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
             options.dtype,
             options.kv_dtype,
             nvfp4_activations=options.nvfp4_activations,
+            prefill_activations=options.prefill_activations,
             proposer=proposer,
             residency=options.residency,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ninfer_runtime.commands.flags import Nvfp4ActivationsName
+from ninfer_runtime.commands.flags import Nvfp4ActivationsName, PrefillActivationsName
 from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
@@ -127,6 +127,7 @@ def prefill(
     kv_dtype: KvDtypeName = None,
     prefill_chunk: PrefillChunk = 1024,
     nvfp4_activations: Nvfp4ActivationsName = "auto",
+    prefill_activations: PrefillActivationsName = "bf16",
     seed: Seed = 0,
     plot: Plot = None,
     as_json: Json = False,
@@ -137,7 +138,7 @@ def prefill(
 
     prompts = [Prompt(n_tokens) for n_tokens in tokens or [CONTEXT]]
     options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
-    options = replace(options, nvfp4_activations=nvfp4_activations)
+    options = replace(options, nvfp4_activations=nvfp4_activations, prefill_activations=prefill_activations)
     chunk = None if late is None else LateChunk(late, prefill_chunk)
     return bench_prefill(options, prompts, chunk, _output(as_json, plot))
 

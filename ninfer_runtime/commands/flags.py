@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 import typer
 
 from ninfer_runtime.commands.parsing import decimal, integer, link_rate, memory_size, positive, unsigned
-from ninfer_runtime.config import Acceptance, Dtype, KvDtype, Nvfp4Activations, Proposer, WeightResidency
+from ninfer_runtime.config import (
+    Acceptance,
+    Dtype,
+    KvDtype,
+    Nvfp4Activations,
+    PrefillActivations,
+    Proposer,
+    WeightResidency,
+)
 
 OnOff = Literal["on", "off"]
 
@@ -36,6 +44,10 @@ KvRotation = Annotated[
 Nvfp4ActivationsName = Annotated[
     Nvfp4Activations,
     typer.Option("--nvfp4-activations", help="Prompt rows that NVFP4 matrices multiply; auto: a4 on cards for it."),
+]
+PrefillActivationsName = Annotated[
+    PrefillActivations,
+    typer.Option("--prefill-activations", help="Prompt rows that matrices of integer codes multiply."),
 ]
 KvCapacity = Annotated[
     str | None,

@@ -12,6 +12,7 @@ from ninfer_runtime.config import (
     KvCapacity,
     KvDtype,
     Nvfp4Activations,
+    PrefillActivations,
     Proposer,
     WeightResidency,
 )
@@ -38,6 +39,7 @@ class EngineOptions:
     prefill_chunk: int = 1024
     kv_rotation: bool = True
     nvfp4_activations: Nvfp4Activations = "auto"
+    prefill_activations: PrefillActivations = "bf16"
     kv_capacity: KvCapacity = None
     max_concurrency: int = 1
     spec: Proposer = "none"

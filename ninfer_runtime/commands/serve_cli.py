@@ -111,6 +111,7 @@ def serve(
     kv_capacity: flags.KvCapacity = None,
     kv_rotation: flags.KvRotation = "on",
     nvfp4_activations: flags.Nvfp4ActivationsName = "auto",
+    prefill_activations: flags.PrefillActivationsName = "bf16",
     spec: flags.Spec = "none",
     draft_tokens: flags.DraftTokens = 0,
     lm_head_draft: flags.LmHeadDraft = False,
@@ -146,6 +147,7 @@ def serve(
     engine: dict[str, Any] = {
         "kv_rotation": kv_rotation == "on",
         "nvfp4_activations": nvfp4_activations,
+        "prefill_activations": prefill_activations,
         "kv_capacity": None if kv_capacity is None else read_capacity(kv_capacity),
         "draft_backoff": not no_draft_backoff,
         "n_ffn_layers": ffn_layers(n_ffn_layers),

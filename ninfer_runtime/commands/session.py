@@ -64,6 +64,7 @@ class Session:
             prefill_chunk=options.prefill_chunk,
             kv_rotation=options.kv_rotation,
             nvfp4_activations=options.nvfp4_activations,
+            prefill_activations=options.prefill_activations,
             kv_capacity=options.kv_capacity,
             max_concurrency=options.max_concurrency,
             spec=options.spec,

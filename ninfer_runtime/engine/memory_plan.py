@@ -32,6 +32,7 @@ def program_options(config: EngineConfig) -> ProgramOptions:
         weight_budget=config.weight_budget,
         kv_rotation=config.kv_rotation,
         nvfp4_activations=config.nvfp4_activations,
+        prefill_activations=config.prefill_activations,
         proposer=config.spec,
         draft_head=config.lm_head_draft,
         acceptance=config.acceptance,

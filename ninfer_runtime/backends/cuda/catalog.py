@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_format.directory import TensorEntry
+from ninfer_format.formats import NUMERIC_FORMATS
 from ninfer_runtime.backends.base import ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import ArenaPlan
@@ -44,7 +45,7 @@ KV_STORAGES: tuple[tuple[KvDtype, bool], ...] = (
 )
 """Formats of keys and values, with and without the rotation in front of them."""
 NVFP4_ACTIVATIONS: tuple[Nvfp4Activations, ...] = ("a4", "a16")
-"""What prompts may multiply NVFP4 matrices by, whatever a card's own choice is."""
+"""What prompts may multiply NVFP4 matrices by."""
 LIMITS = ProgramLimits(max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, n_slots=MAX_ROWS)
 """Of the planned programs: every number of rows and columns a round can have."""
 DRAFTING = (replace(LIMITS, max_drafts=MAX_COLUMNS - 1), replace(LIMITS, max_rows=1, max_drafts=MAX_COLUMNS - 1))
@@ -71,8 +72,15 @@ def program_specs(
     return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 
-def _has_nvfp4(model: BoundModel) -> bool:
-    return any(isinstance(entry, TensorEntry) and entry.format == "NVFP4" for entry in model.artifact.objects)
+def _other_rows(model: BoundModel) -> list[ProgramOptions]:
+    """What prompts may multiply matrices by, whatever a card's own choice is."""
+    formats = {entry.format for entry in model.artifact.objects if isinstance(entry, TensorEntry)}
+    wanted: list[ProgramOptions] = []
+    if "NVFP4" in formats:
+        wanted += [ProgramOptions(kv_dtype="int8", nvfp4_activations=kind) for kind in NVFP4_ACTIVATIONS]
+    if any(NUMERIC_FORMATS[name].kind == "grouped" for name in formats):
+        wanted.append(ProgramOptions(kv_dtype="int8", prefill_activations="int8"))
+    return wanted
 
 
 @cache
@@ -92,8 +100,7 @@ def planned_specs(arch: str) -> Mapping[KernelSpec, tuple[str, ...]]:
                 options = replace(options, proposer="mtp", draft_head=True, acceptance=acceptance)
             for spec in program_specs(model, card.as_device(), limits, options):
                 users.setdefault(spec, []).append(name)
-        for card, activations in product(cards, NVFP4_ACTIVATIONS if _has_nvfp4(model) else ()):
-            options = ProgramOptions(kv_dtype="int8", nvfp4_activations=activations)
+        for card, options in product(cards, _other_rows(model)):
             for spec in program_specs(model, card.as_device(), LIMITS, options):
                 users.setdefault(spec, []).append(name)
     for spec in probes.specs():

@@ -18,11 +18,9 @@ from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Residual, RmsScale
 from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill
 from ninfer_runtime.backends.cuda.ops.moe_round import MoeSmall
-from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm
 from ninfer_runtime.backends.cuda.ops.rms_norm import RmsNorm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.prompt_products import (
-    FORMS,
     PromptProduct,
     Quantizing,
     fuses_quantization,
@@ -193,7 +191,7 @@ class LargeMatrices:
     """Large forms of every launch, and what quantizes their rows."""
 
     def __init__(self, device: Device, regions: Regions, eps: float, max_tokens: int, head_rows: int) -> None:
-        workspace, prompts = regions.linear_large_workspace, regions.fp4_prompts
+        workspace, rows = regions.linear_large_workspace, regions.prompt_rows
 
         def large(
             matrices: tuple[PackedMatrix, ...],
@@ -207,7 +205,7 @@ class LargeMatrices:
                 epilogue,
                 max_tokens=n,
                 workspace=workspace,
-                prompts=prompts,
+                rows=rows,
                 out_divisor=out_divisor,
             )
 
@@ -215,7 +213,7 @@ class LargeMatrices:
             if isinstance(of, MoeTensors):
                 assert regions.prompt_experts is not None
                 return MoePrefill(device, of, regions.prompt_experts, max_tokens=max_tokens, workspace=workspace)
-            out_divisor = fuses_quantization(of.gate_up, of.down, prompts)
+            out_divisor = fuses_quantization(of.gate_up, of.down, rows)
             gate_up = large((of.gate_up,), Epilogue.SWIGLU, out_divisor=out_divisor)
             return MlpLarge(gate_up, large((of.down,), Epilogue.RESIDUAL))
 
@@ -227,7 +225,7 @@ class LargeMatrices:
             )
             for layer in regions.weights.blocks
         ]
-        self.quantizing = Quantizing(device, regions.weights, eps, prompts)
+        self.quantizing = Quantizing(device, regions.weights, eps, rows)
         draft = regions.weights.draft
         self.input_projection = None if draft is None else large((draft.input_projection,), Epilogue.RESIDUAL)
         self.head = large((regions.weights.head,), Epilogue.STORE, head_rows)
@@ -236,21 +234,21 @@ class LargeMatrices:
 def large_specs(regions: Regions) -> list[KernelSpec]:
     """Every variant that ``LargeMatrices`` may launch, once."""
     out: dict[KernelSpec, None] = {}
-    prompts = regions.fp4_prompts
+    rows = regions.prompt_rows
     for layer in regions.weights.blocks:
         launches = [(layer.mixer.inputs.matrices, Epilogue.STORE), ((layer.mixer.output,), Epilogue.RESIDUAL)]
         if isinstance(layer.ffn, MlpTensors):
-            out_divisor = fuses_quantization(layer.ffn.gate_up, layer.ffn.down, prompts)
-            out.update(dict.fromkeys(specs((layer.ffn.gate_up,), Epilogue.SWIGLU, prompts, out_divisor)))
+            out_divisor = fuses_quantization(layer.ffn.gate_up, layer.ffn.down, rows)
+            out.update(dict.fromkeys(specs((layer.ffn.gate_up,), Epilogue.SWIGLU, rows, out_divisor)))
             launches.append(((layer.ffn.down,), Epilogue.RESIDUAL))
         else:
             out.update(dict.fromkeys(moe_prefill.specs(layer.ffn)))
         for matrices, epilogue in launches:
-            out.update(dict.fromkeys(specs(matrices, epilogue, prompts)))
-    out.update(dict.fromkeys(specs((regions.weights.head,), Epilogue.STORE, prompts)))
+            out.update(dict.fromkeys(specs(matrices, epilogue, rows)))
+    out.update(dict.fromkeys(specs((regions.weights.head,), Epilogue.STORE, rows)))
     if (draft := regions.weights.draft) is not None:
-        out.update(dict.fromkeys(specs((draft.input_projection,), Epilogue.RESIDUAL, prompts)))
-    out.update(dict.fromkeys(quantizing_specs(regions.weights, prompts)))
+        out.update(dict.fromkeys(specs((draft.input_projection,), Epilogue.RESIDUAL, rows)))
+    out.update(dict.fromkeys(quantizing_specs(regions.weights, rows)))
     return list(out)
 
 
@@ -269,17 +267,16 @@ class PromptMatrices:
         self._small, self._large, self._max_columns = small, large, max_columns
         self._activations: Activations = replace(regions.activations, x=regions.activations.x if x is None else x)
         self._layers: tuple[LayerTensors, ...] = regions.weights.blocks
-        self._quantized, self._in_place = regions.quantized, FORMS[regions.fp4_prompts] is QuantizedForm.BF16
+        self._quantized = regions.quantized
 
     def norm(self, stream: Stream, layer: int, half: Half, n_tokens: int, plain: RmsNorm, weight: int) -> None:
         """``x`` → ``normed`` in front of a half of a layer, and to quantized rows where its matrices take those."""
         a, of = self._activations, self._large.layers[layer]
         first = of.inputs if half == "mixer" else of.ffn.gate_up if isinstance(of.ffn, MlpLarge) else None
-        if n_tokens <= self._max_columns or first is None or first.divisor is None:
+        if n_tokens <= self._max_columns or first is None or first.form is None:
             plain.launch(stream, n_tokens, a.x, weight, a.normed)
             return
-        normed = a.normed if first.takes_plain else 0
-        self._large.quantizing.norm(stream, n_tokens, a.x, weight, first.divisor, self._quantized, normed)
+        self._large.quantizing.norm(stream, n_tokens, a.x, weight, first, self._quantized, a.normed)
 
     def inputs(self, stream: Stream, layer: int, n_tokens: int) -> None:
         """``normed`` → ``inputs``."""
@@ -350,9 +347,9 @@ class PromptMatrices:
             return
         wide = (linear_large.Output(a.x, "fp32", matrix.n_outputs),)
         quantized = of
-        if large.divisor is not None and not is_quantized:
-            quantized = of if self._in_place else self._quantized
-            self._large.quantizing.rows(stream, n_tokens, of, matrix.k, large.divisor, quantized, pdl=pdl)
+        if large.form is not None and not is_quantized:
+            rows, free = self._large.quantizing, self._quantized
+            quantized = rows.rows(stream, n_tokens, of, matrix.k, large, free, pdl=pdl)
         large.launch(stream, n_tokens, of, quantized, wide, pdl=pdl)
 
 

@@ -19,7 +19,7 @@ _FP4_PROMPTS: Mapping[Fp4Prompts, str] = MappingProxyType(
 )
 
 
-def matrix_paths(matrices: Sequence[PackedMatrix], fp4_prompts: Fp4Prompts = "a16") -> str:
+def matrix_paths(matrices: Sequence[PackedMatrix], fp4_prompts: Fp4Prompts = "a16", *, int8: bool = False) -> str:
     """Groups by role and format; fast where matrices fill their tiles, generic where rows or columns are padded."""
     roles = list(dict.fromkeys(_group(matrix.name) for matrix in matrices))
     fast: dict[str, int] = {}
@@ -38,6 +38,8 @@ def matrix_paths(matrices: Sequence[PackedMatrix], fp4_prompts: Fp4Prompts = "a1
     ]
     if any(matrix.tile.floating for matrix in matrices):
         parts.append(_FP4_PROMPTS[fp4_prompts])
+    if int8 and any(matrix.tile.group and not matrix.tile.floating for matrix in matrices):
+        parts.append("integer codes of the layers in prompts: fast, with INT8 rows")
     return "; ".join(parts)
 
 

@@ -12,7 +12,6 @@ from ninfer_runtime.backends.checks import check_proposer, require
 from ninfer_runtime.backends.cuda.arena import ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.device import Device
 from ninfer_runtime.backends.cuda.draft_memory import DraftRegions, lay_out_drafts, rows_at_once
-from ninfer_runtime.backends.cuda.matrix_paths import Fp4Prompts
 from ninfer_runtime.backends.cuda.ops import (
     attention_decode,
     attention_prefill,
@@ -29,7 +28,7 @@ from ninfer_runtime.backends.cuda.ops.round_begin import CountsMemory
 from ninfer_runtime.backends.cuda.ops.round_state import MAX_COLUMNS, MAX_ROWS, RoundLayout, RoundMemory
 from ninfer_runtime.backends.cuda.ops.sampling import SamplerMemory, SamplerShape
 from ninfer_runtime.backends.cuda.packing import TILE_ROWS, activation_stride
-from ninfer_runtime.backends.cuda.prompt_products import fp4_prompts, quantized_row_bytes
+from ninfer_runtime.backends.cuda.prompt_products import PromptRows, prompt_rows, quantized_row_bytes
 from ninfer_runtime.backends.cuda.weights import DeviceWeights, InputMatrices, MoeTensors, plan_weights
 from ninfer_runtime.models.binder import BoundModel
 
@@ -104,7 +103,7 @@ class Regions:
     attention_prefill_workspace: int
     gdn_prefill_workspace: int
     draft: DraftRegions | None
-    fp4_prompts: Fp4Prompts
+    prompt_rows: PromptRows
     quantized: int
     linear_large_workspace: int
     linear_small_workspace: linear_small.Workspace
@@ -166,7 +165,7 @@ def lay_out(
     weights = plan_weights(
         model, taker, drafts=drafts, draft_head=options.draft_head, residency=options.residency, host=host
     )
-    states, prompts = GdnStateLayout(gdn), fp4_prompts(options.nvfp4_activations, device.arch)
+    states, prompts = GdnStateLayout(gdn), prompt_rows(options, device.arch)
     kv = KvLayout(len(spec.attention_layers) + drafts, text.n_kv_heads, limits.n_pages, kv_storage)
     chunk = prompt_tokens(limits)
     n_tokens = max(chunk, round_columns(limits))
@@ -234,7 +233,7 @@ def lay_out(
         draft=None
         if weights.draft is None
         else lay_out_drafts(taker, limits, text.hidden, n_tokens, shape, weights.draft.head, ratio=ratio),
-        fp4_prompts=prompts,
+        prompt_rows=prompts,
         quantized=take("workspace/quantized", n_tokens * quantized_row_bytes(weights, prompts)),
         linear_large_workspace=take("workspace/linear_large", linear_large.workspace_bytes(device)),
         linear_small_workspace=linear_small.Workspace(

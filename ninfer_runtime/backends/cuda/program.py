@@ -36,7 +36,6 @@ from ninfer_runtime.backends.cuda.device import Array, Device, Event, Stream
 from ninfer_runtime.backends.cuda.draft_pass import DraftPass
 from ninfer_runtime.backends.cuda.drafting import Drafting, check_position
 from ninfer_runtime.backends.cuda.host_store import HostStore
-from ninfer_runtime.backends.cuda.matrix_paths import matrix_paths
 from ninfer_runtime.backends.cuda.memory import head_rows, lay_out, prompt_tokens, round_columns
 from ninfer_runtime.backends.cuda.ops import linear_large, repack
 from ninfer_runtime.backends.cuda.ops.copy_pages import CopyPages
@@ -47,6 +46,7 @@ from ninfer_runtime.backends.cuda.ops.round_state import ROW_STATE, RoundBuffers
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.planning import residency_notes
 from ninfer_runtime.backends.cuda.prompt_pass import PromptPass
+from ninfer_runtime.backends.cuda.prompt_products import paths
 from ninfer_runtime.backends.cuda.ring import Ring
 from ninfer_runtime.backends.cuda.round_graphs import RoundGraphs
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
@@ -139,7 +139,7 @@ class CudaProgram:
         return (
             ("device", f"{d.name}, {d.arch}, {d.n_sms} SMs"),
             ("loading", f"{load.n_bytes:,} bytes in {load.seconds:.2f} s, {load.gigabytes_per_second:.1f} GB/s"),
-            ("matrices", matrix_paths(self._regions.weights.matrices, self._regions.fp4_prompts)),
+            ("matrices", paths(self._regions.weights.matrices, self._regions.prompt_rows)),
             *residency_notes(self.model, self._regions, self.plan),
             *self._graphs.notes,
         )

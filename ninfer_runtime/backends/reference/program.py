@@ -23,7 +23,7 @@ from ninfer_runtime.backends.base import (
 from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
 from ninfer_runtime.models.binder import BoundModel
 
-from .activations import prompts_quantize
+from .activations import kinds_of
 from .book import Launched, RoundBook
 from .drafting import Drafting
 from .drafts import Draft
@@ -108,7 +108,7 @@ class ReferenceProgram:
         positions = np.tile(index, (3, 1)) if chunk.positions is None else chunk.positions
         axes, pages = self._tensor(positions), self._tensor(chunk.pages)
         segment = Segment(0, n_tokens, chunk.start, pages, self._slots.recurrent[slot])
-        with self._weights.activations.active(prompts_quantize(self.plan, n_tokens)):
+        with self._weights.activations.active(kinds_of(self.plan, n_tokens)):
             hidden = decode_columns(self.model, self._weights, self._pool, x, axes, [segment])
         self._slots.lengths[slot] += n_tokens
         n_wanted = {"none": 0, "last": 1, "all": n_tokens}[chunk.logits]

@@ -1,4 +1,4 @@
-"""Prompts over NVFP4 rows: the whole program on the emulator, with the FP4 product and with its twin."""
+"""Prompts over quantized rows: the whole program on the emulator, with the FP4 product and its twin, and with bytes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ninfer_runtime.backends.base import Int32s, PrefillChunk, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.ops.quantize_rows import form_for
 from ninfer_runtime.backends.cuda.program import CudaProgram
-from ninfer_runtime.backends.cuda.prompt_products import fp4_prompts
+from ninfer_runtime.backends.cuda.prompt_products import prompt_rows
 from ninfer_runtime.backends.reference import ReferenceBackend
+from ninfer_runtime.backends.reference.activations import Kind
 from ninfer_runtime.backends.reference.attention import AttentionRow, attention
 from ninfer_runtime.backends.reference.forward import add_feed_forward
 from ninfer_runtime.backends.reference.gdn import GdnRow, gdn
 from ninfer_runtime.backends.reference.input_statistics import InputStatistics
 from ninfer_runtime.backends.reference.norm import rms_norm
 from ninfer_runtime.backends.reference.rope import rope_tables
-from ninfer_runtime.config import Nvfp4Activations
+from ninfer_runtime.config import Nvfp4Activations, PrefillActivations
 from ninfer_runtime.models.binder import BoundModel, bind
 from ninfer_runtime.models.qwen3_5 import AttentionWeights
 from tests.emulator.device import EmulatedDevice
@@ -38,6 +39,7 @@ from tests.runtime.cuda.test_program import LIMITS, PAGES, conversation, fed
 
 N_TOKENS = 64
 ARCHS = ("sm_120a", "sm_90a")
+WANTED: tuple[Nvfp4Activations, ...] = ("auto", "a4", "a16")
 Blocks = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -60,14 +62,18 @@ def model(artifact_of: ArtifactOf, tmp_path_factory: pytest.TempPathFactory) -> 
         yield bind(artifact)
 
 
-def cuda_program(model: BoundModel, arch: str, wanted: Nvfp4Activations) -> CudaProgram:
+def cuda_program(
+    model: BoundModel, arch: str, wanted: Nvfp4Activations, rows: PrefillActivations = "bf16"
+) -> CudaProgram:
     backend = CudaBackend(EmulatedDevice(n_sms=4, arch=arch))
-    options = ProgramOptions(device="cuda", dtype="bfloat16", kv_dtype="bf16", nvfp4_activations=wanted)
+    options = ProgramOptions(
+        device="cuda", dtype="bfloat16", kv_dtype="bf16", nvfp4_activations=wanted, prefill_activations=rows
+    )
     return backend.create(model, backend.plan_memory(model, LIMITS, options))
 
 
 @torch.inference_mode()
-def reference_blocks(model: BoundModel, ids: Int32s, *, quantized: bool) -> Blocks:
+def reference_blocks(model: BoundModel, ids: Int32s, kinds: frozenset[Kind]) -> Blocks:
     """What goes into every decoder block and what comes out, float32 [T, hidden]."""
     backend, spec = ReferenceBackend(), model.spec
     options = ProgramOptions(dtype="float32", weight_budget=1 << 30, nvfp4_activations="a4")
@@ -76,7 +82,7 @@ def reference_blocks(model: BoundModel, ids: Int32s, *, quantized: bool) -> Bloc
     x = weights.embed(model.token_embedding, torch.from_numpy(ids.astype(np.int64)))
     rope = rope_tables(torch.arange(len(ids)).repeat(3, 1), spec)
     pages, found, n_attention, n_gdn = torch.from_numpy(PAGES.astype(np.int64)), [], 0, 0
-    with weights.activations.active(quantized):
+    with weights.activations.active(kinds):
         for w in model.layers:
             given, h = x, rms_norm(x, weights.vector(w.input_norm), spec.norm_eps)
             if isinstance(w.mixer, AttentionWeights):
@@ -129,7 +135,7 @@ def test_every_block_is_that_of_the_reference_over_the_same_rows(model: BoundMod
     """Codes on an edge may fall to either side, and then a block's sums are apart: but they are far nearer to the
     reference over quantized rows than to the one over rows as they are. Rows are equal where what they are of is."""
     ids = conversation(model)[:N_TOKENS]
-    a4, a16 = (reference_blocks(model, ids, quantized=quantized) for quantized in (True, False))
+    a4, a16 = reference_blocks(model, ids, frozenset({"nvfp4"})), reference_blocks(model, ids, frozenset())
     norm = torch.from_numpy(model.artifact.tensor("text/layers/0/input_norm"))
     normed = rms_norm(a4[0][0], norm, model.spec.norm_eps).bfloat16().float().numpy()
     divisor = np.float32(model.artifact.tensor("text/layers/0/gdn/input_projection/input_scale_divisor"))
@@ -156,7 +162,11 @@ def test_chunks_as_short_as_a_round_take_rows_as_they_are(model: BoundModel) -> 
 
 
 def test_what_the_option_means_on_a_card() -> None:
-    meant = {(wanted, arch): fp4_prompts(wanted, arch) for wanted in ("auto", "a4", "a16") for arch in ARCHS}
+    meant = {
+        (wanted, arch): prompt_rows(ProgramOptions(nvfp4_activations=wanted), arch).fp4
+        for wanted in WANTED
+        for arch in ARCHS
+    }
     assert meant == {
         ("auto", "sm_120a"): "a4",
         ("auto", "sm_90a"): "a16",
@@ -165,3 +175,18 @@ def test_what_the_option_means_on_a_card() -> None:
         ("a16", "sm_120a"): "a16",
         ("a16", "sm_90a"): "a16",
     }
+
+
+@pytest.mark.parametrize("recipe", ["groupwise-int", "w8"])
+def test_bytes_are_those_of_the_reference(artifact_of: ArtifactOf, recipe: str) -> None:
+    """Blocks over signed bytes: nearer to the reference over the same bytes than to the one over rows as they are."""
+    with Artifact.open(artifact_of("dense", recipe)) as artifact:
+        model = bind(artifact)
+        ids = conversation(model)[:N_TOKENS]
+        of_bytes, plain = reference_blocks(model, ids, frozenset({"int8"})), reference_blocks(model, ids, frozenset())
+        program = cuda_program(model, "sm_90a", "auto", "int8")
+        errors = np.array(block_errors(program, model, ids, of_bytes))
+        assert (errors <= 0.01).all()
+        assert (errors <= 0.7 * np.array(block_errors(program, model, ids, plain))).all()
+        assert "with INT8 rows" in dict(program.notes)["matrices"]
+        program.close()
