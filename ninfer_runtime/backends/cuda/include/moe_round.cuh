@@ -54,6 +54,12 @@ struct Selection {
 static_assert(sizeof(Selection) <= SELECTION_BYTES && SELECTION_BYTES % 128 == 0, "shared memory of the selection");
 #endif
 
+// Before select_experts; ends with a barrier.
+DEVICE void clear_masks(Selection& s) {
+    for (int i = threadIdx.x; i < N_EXPERTS * MASK_WORDS; i += THREADS) s.masks[i / MASK_WORDS][i % MASK_WORDS] = 0;
+    __syncthreads();
+}
+
 // Routing of one column by a warp; logits fp32 [N_EXPERTS + 1], the last one of the shared expert.
 DEVICE void select_column(Selection& s, const float* logits, int column) {
     const int lane = static_cast<int>(lane_id());
@@ -68,6 +74,7 @@ DEVICE void select_column(Selection& s, const float* logits, int column) {
     const int id = route_lane<N_EXPERTS, TOP_K>(mine, logit);
     if (lane < TOP_K) {
         s.ids[column * TOP_K + lane] = static_cast<uint16_t>(id);
+        atomicOr(&s.masks[id][column / 32], 1u << (column % 32));
         if (column == 0) {  // all there is where nothing else is
             s.experts[lane] = static_cast<uint16_t>(id);
             s.begins[lane] = static_cast<uint16_t>(lane);
@@ -87,14 +94,9 @@ DEVICE int columns_of(const Selection& s, int expert) {
     return count;
 }
 
-// The entries, from the ids of all columns.
+// The entries, from the masks.
 DEVICE void list_experts(Selection& s, int n_columns) {
     const int lane = static_cast<int>(lane_id()), thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < N_EXPERTS * MASK_WORDS; i += THREADS) s.masks[i / MASK_WORDS][i % MASK_WORDS] = 0;
-    __syncthreads();
-    for (int pair = thread; pair < n_columns * TOP_K; pair += THREADS)
-        atomicOr(&s.masks[s.ids[pair]][pair / TOP_K / 32], 1u << (pair / TOP_K % 32));
-    __syncthreads();
     for (int chunk = warp_index(); chunk < CHUNKS; chunk += WARPS) {
         const int expert = chunk * WARP_LANES + lane;
         const uint32_t count = expert < N_EXPERTS ? columns_of(s, expert) : 0;

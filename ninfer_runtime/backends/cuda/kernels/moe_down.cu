@@ -88,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_down(const
         stream.request<SLOT>(ring + requested * SLOT);
         cp_async_commit();
     }
+    clear_masks(s);
     select_experts(s, p.logits, p.n_columns);
     const auto request = [&](unsigned char* slot) {
         const bool ended = stream.request<SLOT>(slot);

@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     unsigned char* ring =
         shared + SELECTION_BYTES + GROUPS * 2 * EXCHANGE * 4 + warp_index() * (STAGES * SLOT);
 
+    clear_masks(s);
     grid_dependency_wait();
     grid_dependency_launch();  // behind the wait: what lies before this launch is then complete for the next one, too
     for (int column = WARPS - 1 - warp_index(); column < p.n_columns; column += WARPS) {
