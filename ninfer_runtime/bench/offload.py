@@ -12,11 +12,14 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from ninfer_format.reader import Artifact
 from ninfer_runtime.bench.decode import WARM_UP_ROUNDS, Shape, problem_of, time_rounds
 from ninfer_runtime.bench.drafts import N_DRAFTS, time_drafting
 from ninfer_runtime.bench.report import Result
 from ninfer_runtime.bench.running import BenchOptions, Running, running
 from ninfer_runtime.config import ON_DEVICE, Residency
+from ninfer_runtime.models.binder import bind
+from ninfer_runtime.models.qwen3_5 import MlpWeights
 
 MEMORY_LIMIT = 16 << 30
 LINK_LIMIT = 27e9
@@ -76,7 +79,11 @@ class _Measured:
 
 
 def offload(options: BenchOptions, cases: Sequence[OffloadCase], accepted: float = ACCEPTED) -> Iterator[Result]:
-    """``offload/…`` of every case, with ``accepted`` of the drafts taken; nothing for programs that cannot stream."""
+    """``offload/…`` of every case, with ``accepted`` of the drafts taken; nothing for models and programs that cannot
+    stream."""
+    with Artifact.open(options.path) as artifact:
+        if not all(isinstance(layer.ffn, MlpWeights) for layer in bind(artifact).layers):
+            return
     options = replace(options, max_drafts=N_DRAFTS)
     resident: dict[tuple[int, int], _Measured] = {}
     for case in cases:

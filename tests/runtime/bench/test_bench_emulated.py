@@ -99,6 +99,12 @@ def test_streamed_rounds_are_held_against_both_bounds_and_carried_to_the_card_th
     assert results[4].details["copies_ms"] == pytest.approx(2 * results[0].details["copies_ms"], rel=0.01)
 
 
+def test_nothing_is_streamed_of_a_mixture_of_experts(options: BenchOptions, tmp_path: Path) -> None:
+    path = tmp_path / "moe.ninfer"
+    write_synthetic(plan_synthetic("tiny/groupwise-int", config=TRAINED / "moe" / "config.json"), path)
+    assert list(offload.offload(replace(options, path=path), offload.offload_cases(70, 8))) == []
+
+
 def test_acceptance_of_each_draft_adds_up() -> None:
     p = drafts.acceptance_per_draft(0.68, 3)
     assert abs(p + p**2 + p**3 - 3 * 0.68) < 1e-9

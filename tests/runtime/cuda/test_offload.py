@@ -90,3 +90,15 @@ def test_copies_that_do_not_join_their_graph_are_refused(model: BoundModel, monk
     monkeypatch.setattr(Ring, "captured", without_join)
     with pytest.raises(DeviceError, match="not joined"):
         offloaded(model, EmulatedDevice(n_sms=4), 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4", "w8", "bf16"])
+def test_networks_of_every_recipe_pass_through(artifact_of: ArtifactOf, recipe: str) -> None:
+    with Artifact.open(artifact_of("dense", recipe)) as artifact:
+        model = bind(artifact)
+        said = [
+            story(offloaded(model, EmulatedDevice(n_sms=4, order="side_last"), n_resident, n_slots), model)
+            for n_resident, n_slots in ((N_LAYERS, 0), (0, 1))
+        ]
+    assert said[0] == said[1]
