@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ninfer_format.numeric.nvfp4 import E2M1, E4M3FN
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.launch import CudaDevice
 from ninfer_runtime.backends.cuda.ops import linear_small, probes
@@ -37,7 +38,7 @@ SAMPLES = 9
 WARM_UP_SECONDS = 0.1
 LEAST_CHAIN_BYTES = 0  # copies of a launch's weights, where not LAYERS: until they are so many bytes
 WORKSPACE_BYTES = 32 << 20  # enough for any geometry
-Q4, Q5, Q6, W8, BF16 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S", "BF16"
+Q4, Q5, Q6, W8, BF16, NVFP4 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S", "BF16", "NVFP4"
 
 KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "gdn_in": ("store", ((Q4, 4096, HIDDEN), (Q5, 12288, HIDDEN), (BF16, 48, HIDDEN), (BF16, 48, HIDDEN))),
@@ -49,11 +50,15 @@ KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "w8_gate_up": ("swiglu", ((W8, 2 * MLP, HIDDEN),)),
     "w8_down": ("residual", ((W8, HIDDEN, MLP),)),
     "bf16_in": ("store", ((BF16, 16384, HIDDEN),)),
+    "nvfp4_in": ("store", ((NVFP4, 16384, HIDDEN), (BF16, 48, HIDDEN), (BF16, 48, HIDDEN))),
+    "nvfp4_out": ("residual", ((NVFP4, HIDDEN, INNER),)),
+    "nvfp4_gate_up": ("swiglu", ((NVFP4, 2 * MLP, HIDDEN),)),
+    "nvfp4_down": ("residual", ((NVFP4, HIDDEN, MLP),)),
     # Next to no bytes: what a launch costs.
     "small_store": ("store", ((Q4, 16896, 256),)),
     "small_residual": ("residual", ((Q5, HIDDEN, 1024),)),
 }
-BITS = {Q4: 4, Q5: 5, Q6: 6, W8: 8, BF16: 16}
+BITS = {Q4: 4, Q5: 5, Q6: 6, W8: 8, BF16: 16, NVFP4: 4}
 LAYER = ("gdn_in", "out", "gate_up", "down")
 
 
@@ -62,7 +67,10 @@ def random_matrix(device: CudaDevice, rng: np.random.Generator, format: str, n: 
     matrix = PackedMatrix(format, format, n, k, interleaved=glu)
     n_blocks, pool_blocks = matrix.n_bytes // matrix.block_bytes, 4099
     pool = rng.integers(0, 256, (pool_blocks, matrix.block_bytes), np.uint8)
-    if matrix.tile.group:
+    if matrix.tile.floating:
+        pool[:, -matrix.tile.scale_bytes :] = rng.integers(0x28, 0x40, (pool_blocks, matrix.tile.scale_bytes))
+        matrix = dataclasses.replace(matrix, divisor=float(4 * np.sqrt(k)))
+    elif matrix.tile.group:
         scale = rng.uniform(0.5, 1.0, (pool_blocks, 32)) / (np.sqrt(k) * 2 ** (matrix.tile.bits - 2))
         pool[:, -64:] = scale.astype(np.float16).view(np.uint8).reshape(pool_blocks, 64)
     else:
@@ -189,6 +197,9 @@ class Lab:
                 codes, scales = unpack_matrix(one, packed)
                 if scales is None:
                     w = (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+                elif matrix.tile.floating:
+                    real = np.repeat(E4M3FN[scales].astype(np.float64), matrix.tile.group, axis=1)[:, : matrix.k]
+                    w = E2M1[codes].astype(np.float64) * real / matrix.divisor
                 else:
                     real = np.repeat(scales.view(np.float16).astype(np.float64), matrix.tile.group, axis=1)
                     w = codes * real[:, : matrix.k]
@@ -288,9 +299,16 @@ def main() -> None:
         changes = {key: int(value) for key, value in (item.split("=") for item in text.split(",") if item)}
 
         def tuned(
-            device: CudaDevice, size: int, n_tile_rows: int, has_w8: bool, changes: dict[str, int] = changes
+            device: CudaDevice,
+            size: int,
+            n_tile_rows: int,
+            has_w8: bool,
+            *,
+            has_nvfp4: bool,
+            changes: dict[str, int] = changes,
         ) -> LinearSmallTuning:
-            return dataclasses.replace(linear_small_tuning(device, size, n_tile_rows, has_w8), **changes)
+            found = linear_small_tuning(device, size, n_tile_rows, has_w8, has_nvfp4=has_nvfp4)
+            return dataclasses.replace(found, **changes)
 
         setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - the lab's own geometry in the product's place
         print(text or "table", flush=True)

@@ -144,7 +144,7 @@ def describe(choice: LinearSmallTuning) -> str:
 def in_place(choice: LinearSmallTuning) -> None:
     """Give launches of the candidate's size its geometry."""
 
-    def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool) -> LinearSmallTuning:
+    def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool, *, has_nvfp4: bool) -> LinearSmallTuning:
         return choice if size == choice.columns else PLAIN
 
     setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - in the product's place

@@ -187,7 +187,7 @@ def test_every_geometry_of_the_tuned_card_gives_the_product(
     four_sms: Bench, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     geometry = H200_ROWS[row]
-    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_: geometry)
+    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_, **__: geometry)
     weights = [four_sms.weight(f, n, 392) for f, n in (("Q5G64_F16S", 300), ("Q4G64_F16S", 90), ("BF16", 20))]
     run_store(four_sms, weights, geometry.columns, rms=True, floats=True)
     run_store(four_sms, weights[:2], max(1, geometry.columns - 7), rms=False, floats=True)
@@ -229,7 +229,7 @@ HANDED_OUT = (
 def test_rows_handed_out_in_pieces_give_the_product(
     fresh_seed: int, geometry: LinearSmallTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_: geometry)
+    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_, **__: geometry)
     with EmulatedDevice(n_sms=3) as device:
         bench = Bench(device, fresh_seed)
         weights = [bench.weight("Q4G64_F16S", 3000, 1000), bench.weight("BF16", 40, 1000)]

@@ -206,7 +206,8 @@ def kernel_spec(
 
 def _tuning(device: Device, matrices: Sequence[PackedMatrix], size: int) -> LinearSmallTuning:
     has_w8 = any(m.format == "W8G32_F16S" for m in matrices)
-    return linear_small_tuning(device, size, sum(m.n_tiles for m in matrices), has_w8)
+    has_nvfp4 = any(m.tile.floating for m in matrices)
+    return linear_small_tuning(device, size, sum(m.n_tiles for m in matrices), has_w8, has_nvfp4=has_nvfp4)
 
 
 def specs(

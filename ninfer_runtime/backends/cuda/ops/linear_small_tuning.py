@@ -32,6 +32,7 @@ class LinearSmallTuning:
     x_ahead        x_columns = 0: 1: activations are requested a step, above 8 columns a group, ahead of their use
     release_early  1: the launch behind may begin while this one still waits for the one ahead
     without_w8     1: not for launches with W8 matrices, whose operands take more registers than these leave
+    only_nvfp4     1: for launches with NVFP4 matrices, which take more instructions per byte than others
     """
 
     columns: int
@@ -51,6 +52,7 @@ class LinearSmallTuning:
     shared_x: int = 0
     held_percent: int = 0
     piece_steps: int = 2
+    only_nvfp4: int = 0
 
 
 @cache
@@ -72,11 +74,13 @@ def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallT
         raise UnsupportedError(f"{file.name} is no tuning file of linear_small: {error}") from None
 
 
-def linear_small_tuning(device: Device, columns: int, n_tile_rows: int, has_w8: bool = False) -> LinearSmallTuning:
+def linear_small_tuning(
+    device: Device, columns: int, n_tile_rows: int, has_w8: bool = False, *, has_nvfp4: bool = False
+) -> LinearSmallTuning:
     """Geometry for up to ``columns`` columns and matrices of ``n_tile_rows`` tile rows together."""
     for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm):
         fits = row.columns >= columns and row.min_tile_rows <= n_tile_rows
-        if fits and not (row.without_w8 and has_w8):
+        if fits and not (row.without_w8 and has_w8) and not (row.only_nvfp4 and not has_nvfp4):
             return row
     raise UnsupportedError(
         f"no tuning of linear_small for {columns} columns and {n_tile_rows} tile rows on {device.name}"
