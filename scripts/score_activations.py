@@ -1,10 +1,11 @@
-"""What NVFP4 activations in prompts cost: perplexity and logits of trained models with NVFP4 weights.
+"""What quantized activations in prompts cost: perplexity and logits of trained models.
 
     python scripts/score_activations.py [SOURCE…] [--documents 60] [--json]
 
 SOURCE is a folder as tests/oracle/train_tiny.py writes it (default: examples/tiny/dense). Held-out documents are scored
-in float32 arithmetic by the reference: rows as they are, rows quantized with divisors of 1 (a conversion without
-statistics), and with divisors measured on other documents. Errors of logits are against rows as they are.
+in float32 arithmetic by the reference. NVFP4 weights: rows as they are, rows quantized with divisors of 1 (a conversion
+without statistics), and with divisors measured on other documents. Integer codes (groupwise-int): rows as they are, and
+signed bytes. Errors of logits are against rows as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ninfer_convert.pipeline import build
 from ninfer_convert.plan import BuildOptions, make_plan
 from ninfer_format.activation_stats import ActivationStats, dump_activation_stats
 from ninfer_runtime.backends.reference.input_statistics import InputStatistics
-from ninfer_runtime.config import EngineConfig, Nvfp4Activations
+from ninfer_runtime.config import EngineConfig
 from ninfer_runtime.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -65,36 +66,45 @@ def with_measured_divisors(source: Path, plain: Path, out: Path, texts: Sequence
 
 
 def scores(source: Path, n_documents: int) -> list[Score]:
-    """Rows as they are, and both ways of quantizing them, on the same documents."""
+    """Every way of multiplying, on the same documents."""
     texts = score_recipes.documents(source, 2 * n_documents)
     texts, others = texts[:n_documents], texts[n_documents:]
     with tempfile.TemporaryDirectory() as folder:
         plain, measured = Path(folder) / "plain.ninfer", Path(folder) / "measured.ninfer"
         build(make_plan(BuildOptions(source, plain, recipe="nvfp4")))
         with_measured_divisors(source, plain, measured, others)
-        ways: list[tuple[str, Path, Nvfp4Activations]] = [
-            ("as they are", plain, "a16"),
-            ("NVFP4, divisors 1", plain, "a4"),
-            ("NVFP4, measured divisors", measured, "a4"),
+        grouped = Path(folder) / "grouped.ninfer"
+        build(make_plan(BuildOptions(source, grouped, recipe="groupwise-int")))
+        exact = EngineConfig(dtype="float32")
+        a4, int8 = replace(exact, nvfp4_activations="a4"), replace(exact, prefill_activations="int8")
+        nvfp4 = [
+            ("NVFP4 weights, rows as they are", plain, exact),
+            ("NVFP4 rows, divisors 1", plain, a4),
+            ("NVFP4 rows, measured divisors", measured, a4),
         ]
-        exact: list[NDArray[np.float32]] = []
-        found: list[Score] = []
-        losses: list[float] = []
-        for name, artifact, activations in ways:
-            nats, n_tokens, squares, n_logits = 0.0, 0, 0.0, 0
-            config = EngineConfig(dtype="float32", nvfp4_activations=activations)
-            with Engine.open(artifact, config) as engine:
-                n_ids = engine.model.spec.n_addressable
-                for i, ids in enumerate(texts):
-                    logits = engine.teacher_forced_logits(ids)[:, :n_ids]
-                    nats, n_tokens = nats + score_kv.negative_log_likelihood(logits, ids), n_tokens + len(ids) - 1
-                    if len(exact) == i:
-                        exact.append(logits)
-                    squares += float(((logits - exact[i]).astype(np.float64) ** 2).sum())
-                    n_logits += logits.size
-            losses.append(nats / n_tokens)
-            change = 100 * (losses[-1] / losses[0] - 1)
-            found.append(Score(name, math.exp(losses[-1]), change, math.sqrt(squares / n_logits)))
+        codes = [("integer codes, rows as they are", grouped, exact), ("signed bytes", grouped, int8)]
+        return [score for ways in (nvfp4, codes) for score in _of_ways(ways, texts)]
+
+
+def _of_ways(ways: Sequence[tuple[str, Path, EngineConfig]], texts: Sequence[list[int]]) -> list[Score]:
+    """The first is what the others are measured against."""
+    exact: list[NDArray[np.float32]] = []
+    found: list[Score] = []
+    losses: list[float] = []
+    for name, artifact, config in ways:
+        nats, n_tokens, squares, n_logits = 0.0, 0, 0.0, 0
+        with Engine.open(artifact, config) as engine:
+            n_ids = engine.model.spec.n_addressable
+            for i, ids in enumerate(texts):
+                logits = engine.teacher_forced_logits(ids)[:, :n_ids]
+                nats, n_tokens = nats + score_kv.negative_log_likelihood(logits, ids), n_tokens + len(ids) - 1
+                if len(exact) == i:
+                    exact.append(logits)
+                squares += float(((logits - exact[i]).astype(np.float64) ** 2).sum())
+                n_logits += logits.size
+        losses.append(nats / n_tokens)
+        change = 100 * (losses[-1] / losses[0] - 1)
+        found.append(Score(name, math.exp(losses[-1]), change, math.sqrt(squares / n_logits)))
     return found
 
 
