@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_large(const __grid_constant__ LinearLargeParams p) {
     DYNAMIC_SHARED(unsigned char, ring);
     grid_dependency_wait();
+    grid_dependency_launch();  // every block runs from here to its end: what comes next takes places that are left
 
     // A piece is derived from its index wherever it is needed: while sums grow, every register counts. The copies of
     // the next piece are under way while one is finished.
