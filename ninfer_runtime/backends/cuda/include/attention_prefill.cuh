@@ -55,7 +55,9 @@ DEVICE int head_units(const AttentionPrefillParams& p) {
 
 DEVICE int weight_offset(int row, int chunk) { return row * TILE_KEYS * 2 + 16 * (chunk ^ (row >> 1 & 3)); }
 
-// The running softmax of rows 16 warp + g and + 8 of a tile.
+// The running softmax of rows 16 warp + g and + 8 of a tile. A lane's scores s[n][i] are those of keys 8n + 2t + i % 2, or,
+// SPREAD, of 8t + 4 (i % 2) + n; i / 2 says which row.
+template <bool SPREAD>
 struct alignas(16) TileSoftmax {
     float reference[2];
     float sum[2];
@@ -71,13 +73,14 @@ struct alignas(16) TileSoftmax {
                       int start, int tile) {
         const int g = lane_id() / 4, t = lane_id() % 4, row = 16 * static_cast<int>(threadIdx.x / WARP_LANES) + g;
         if (first_key + TILE_KEYS > start) {  // some row of the chunk may not see them all
-            const int last[2] = {start + (tile * TILE_ROWS + row) / RATIO - first_key - 2 * t,
-                                 start + (tile * TILE_ROWS + row + 8) / RATIO - first_key - 2 * t};
+            const int first = first_key + (SPREAD ? 8 : 2) * t;
+            const int last[2] = {start + (tile * TILE_ROWS + row) / RATIO - first,
+                                 start + (tile * TILE_ROWS + row + 8) / RATIO - first};
 #pragma unroll
             for (int n = 0; n < TILE_KEYS / 8; ++n) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (8 * n + i % 2 > last[i / 2]) s[n][i] = MASKED;
+                    if ((SPREAD ? 4 * (i % 2) + n : 8 * n + i % 2) > last[i / 2]) s[n][i] = MASKED;
             }
         }
         if (LOWEST == 1 && first_key == 0 && t == 0) s[0][0] = s[0][2] = MASKED;
@@ -106,22 +109,34 @@ struct alignas(16) TileSoftmax {
             if (t == 0) factors[row + 8 * half] = factor;
             offset[half] = WEIGHT_SHIFT - now;
         }
-        uint8_t* const target = weights + row * TILE_KEYS * 2 + 4 * t;
-        const int row4 = row >> 1 & 3;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n) {
-            float w[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) w[i] = exp2_approx(fmaf(s[n][i], scale[i / 2], offset[i / 2]));
-            sum[0] += w[0] + w[1];
-            sum[1] += w[2] + w[3];
-            uint8_t* const at = target + 16 * (n ^ row4);
-            *reinterpret_cast<uint32_t*>(at) = KV_QUANTIZED ? pack_half(w[0], w[1]) : pack_bf16(w[0], w[1]);
-            *reinterpret_cast<uint32_t*>(at + 8 * TILE_KEYS * 2) =
-                KV_QUANTIZED ? pack_half(w[2], w[3]) : pack_bf16(w[2], w[3]);
+            for (int i = 0; i < 4; ++i) s[n][i] = exp2_approx(fmaf(s[n][i], scale[i / 2], offset[i / 2]));
+            sum[0] += s[n][0] + s[n][1];
+            sum[1] += s[n][2] + s[n][3];
+        }
+        const int row4 = row >> 1 & 3;
+        if (SPREAD) {
+            uint8_t* const at = weights + row * TILE_KEYS * 2 + 16 * (t ^ row4);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<uint4*>(at + 8 * half * TILE_KEYS * 2) = {
+                    pack(s[0][2 * half], s[1][2 * half]), pack(s[2][2 * half], s[3][2 * half]),
+                    pack(s[0][2 * half + 1], s[1][2 * half + 1]), pack(s[2][2 * half + 1], s[3][2 * half + 1])};
+        } else {
+            uint8_t* const target = weights + row * TILE_KEYS * 2 + 4 * t;
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n) {
+                uint8_t* const at = target + 16 * (n ^ row4);
+                *reinterpret_cast<uint32_t*>(at) = pack(s[n][0], s[n][1]);
+                *reinterpret_cast<uint32_t*>(at + 8 * TILE_KEYS * 2) = pack(s[n][2], s[n][3]);
+            }
         }
         return moves;
     }
+
+    DEVICE static uint32_t pack(float a, float b) { return KV_QUANTIZED ? pack_half(a, b) : pack_bf16(a, b); }
 
     DEVICE void publish(float* references, float* sums) {
 #pragma unroll

@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         cp_async_commit();
         Scorer scorer;
         scorer.load(p, head, tile);
-        TileSoftmax softmax;
+        TileSoftmax<false> softmax;
         softmax.clear();
         cp_async_wait<0>();
         k_request.finish<true>(shared + unit % 2 * PLANE_BYTES, raw, nought);

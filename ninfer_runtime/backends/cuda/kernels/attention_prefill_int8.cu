@@ -8,11 +8,11 @@
 #include "attention_prefill.cuh"
 
 constexpr int HELD_LOWS = 2;  // groups whose low bytes of queries are kept in registers; there are none for the others
-constexpr int SLOTS = 3;  // planes of K and of V: one that is read, two on their way
+constexpr int K_SLOTS = 3, V_SLOTS = 4;  // planes that are read, wait, or are on their way
 constexpr int SCALES_AT = TILE_KEYS * HEAD_DIM;
 constexpr int PLANE_BYTES = SCALES_AT + TILE_KEYS * GROUPS * 2;
-constexpr int SHARED_V = SLOTS * PLANE_BYTES;
-constexpr int SHARED_WEIGHTS = 2 * SLOTS * PLANE_BYTES;
+constexpr int SHARED_V = K_SLOTS * PLANE_BYTES;
+constexpr int SHARED_WEIGHTS = (K_SLOTS + V_SLOTS) * PLANE_BYTES;
 constexpr int SHARED_FACTORS = SHARED_WEIGHTS + 2 * WEIGHT_BYTES;
 constexpr int SHARED_LOWS = SHARED_FACTORS + 2 * TILE_ROWS * 4;
 constexpr int SHARED_SOFTMAX = SHARED_LOWS + (GROUPS - HELD_LOWS) * TILE_ROWS * SCALE_GROUP;
@@ -26,46 +26,55 @@ constexpr float LEAST_QUERY = 1e-30f;  // rows whose largest element is smaller 
 // Where 16 bytes of a key or value lie in a plane; keys 8 apart lie 8 rows apart.
 template <bool IS_K>
 DEVICE uint32_t place(uint32_t key, uint32_t chunk) {
-    return key * HEAD_DIM + 16 * (IS_K ? chunk ^ (key & 1) << 2 : chunk ^ (key >> 1 & 3) << 1);
+    return key * HEAD_DIM + 16 * (IS_K ? chunk ^ (key & 4) : chunk ^ (key >> 1 & 3) << 1);
 }
 
-DEVICE int page_slot(int unit) { return static_cast<int>(static_cast<uint32_t>(unit) / PAGE_UNITS % PAGE_RING); }
+DEVICE int k_plane(int unit) { return static_cast<int>(static_cast<uint32_t>(unit) % K_SLOTS) * PLANE_BYTES; }
 
-DEVICE int slot_of(int unit) { return static_cast<int>(static_cast<uint32_t>(unit) % SLOTS); }
+DEVICE int v_plane(int unit) { return SHARED_V + static_cast<int>(static_cast<uint32_t>(unit) % V_SLOTS) * PLANE_BYTES; }
 
-// Codes and scales of a tile's keys on their way. Keys that are not there yet become zeros; their scales may be anything.
-template <bool IS_K>
-DEVICE void request(const AttentionPrefillParams& p, int head, int unit, int page, uint8_t* planes,
+DEVICE uint32_t page_of(int unit) { return static_cast<uint32_t>(unit) / PAGE_UNITS; }
+
+// Codes and scales of a unit's keys and values on their way. Of the unit's tokens `n_keys` are there, or all; the others become
+// zeros, and their scales may be anything.
+DEVICE void request(const AttentionPrefillParams& p, int head, int unit, int page, int n_keys, uint8_t* shared,
                     const volatile uint32_t* nought) {
     constexpr int PASS_KEYS = THREADS / KEY_CHUNKS, SECOND = PASS_KEYS * HEAD_DIM;
     static_assert(TILE_KEYS == 2 * PASS_KEYS && PASS_KEYS % 8 == 0, "two passes of the block");
-    const uint32_t thread = threadIdx.x + *nought, key = thread / KEY_CHUNKS;
-    const int n_keys = p.start + p.n_tokens - unit * TILE_KEYS, token_in_page = unit % PAGE_UNITS * TILE_KEYS;
-    const int64_t row = static_cast<int64_t>(page * N_KV_HEADS + head) * PAGE_TOKENS + token_in_page;
-    const uint8_t* const from = (IS_K ? p.k : p.v) + row * HEAD_DIM + 16 * thread;
-    uint8_t* const plane = planes + slot_of(unit) * PLANE_BYTES;
-    uint8_t* const to = plane + place<IS_K>(key, thread % KEY_CHUNKS);
+    const uint32_t thread = threadIdx.x + *nought, key = thread / KEY_CHUNKS, chunk = thread % KEY_CHUNKS;
+    const uint32_t token_in_page = static_cast<uint32_t>(unit) % PAGE_UNITS * TILE_KEYS;
+    const int head_page = page * N_KV_HEADS + head;
+    const int64_t from = static_cast<int64_t>(head_page) * (PAGE_TOKENS * HEAD_DIM) + (token_in_page * HEAD_DIM + 16 * thread);
+    uint8_t* const k = shared + k_plane(unit);
+    uint8_t* const v = shared + v_plane(unit);
+    uint8_t* const to_k = k + place<true>(key, chunk);
+    uint8_t* const to_v = v + place<false>(key, chunk);
     if (n_keys >= TILE_KEYS) {
-        cp_async_16_at<0, 0>(to, from);
-        cp_async_16_at<SECOND, SECOND>(to, from);
+        cp_async_16_at<0, 0>(to_k, p.k + from);
+        cp_async_16_at<SECOND, SECOND>(to_k, p.k + from);
+        cp_async_16_at<0, 0>(to_v, p.v + from);
+        cp_async_16_at<SECOND, SECOND>(to_v, p.v + from);
     } else {
-        cp_async_16_zfill_at<0, 0>(to, from, static_cast<int>(key) < n_keys);
-        cp_async_16_zfill_at<SECOND, SECOND>(to, from, static_cast<int>(key) + PASS_KEYS < n_keys);
+        const bool first = static_cast<int>(key) < n_keys, second = static_cast<int>(key) + PASS_KEYS < n_keys;
+        cp_async_16_zfill_at<0, 0>(to_k, p.k + from, first);
+        cp_async_16_zfill_at<SECOND, SECOND>(to_k, p.k + from, second);
+        cp_async_16_zfill_at<0, 0>(to_v, p.v + from, first);
+        cp_async_16_zfill_at<SECOND, SECOND>(to_v, p.v + from, second);
     }
     if (thread < TILE_KEYS * GROUPS / 8) {  // 16 bytes: eight keys of a group
         const uint32_t group = thread / (TILE_KEYS / 8), first = thread % (TILE_KEYS / 8) * 8;
-        const int64_t page_row = row - token_in_page;
-        cp_async_16_zfill(plane + SCALES_AT + 16 * thread,
-                          (IS_K ? p.k_scales : p.v_scales) + page_row * GROUPS + (group * PAGE_TOKENS + token_in_page + first),
-                          static_cast<int>(first) < n_keys);
+        const int64_t at =
+            static_cast<int64_t>(head_page) * (PAGE_TOKENS * GROUPS) + (group * PAGE_TOKENS + token_in_page + first);
+        cp_async_16_zfill(k + SCALES_AT + 16 * thread, p.k_scales + at, static_cast<int>(first) < n_keys);
+        cp_async_16_zfill(v + SCALES_AT + 16 * thread, p.v_scales + at, static_cast<int>(first) < n_keys);
     }
 }
 
 // The scales of values that are not there: a weight of 0 times NaN would be NaN. By the threads that requested them.
-DEVICE void clear_scales(const AttentionPrefillParams& p, int unit, uint8_t* planes) {
-    const int thread = static_cast<int>(threadIdx.x), n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
+DEVICE void clear_scales(int unit, int n_keys, uint8_t* shared) {
+    const int thread = static_cast<int>(threadIdx.x);
     if (n_keys >= TILE_KEYS || thread >= TILE_KEYS * GROUPS / 8) return;
-    uint16_t* const scales = reinterpret_cast<uint16_t*>(planes + slot_of(unit) * PLANE_BYTES + SCALES_AT) + 8 * thread;
+    uint16_t* const scales = reinterpret_cast<uint16_t*>(shared + v_plane(unit) + SCALES_AT) + 8 * thread;
     for (int i = 0; i < 8; ++i)
         if (thread % (TILE_KEYS / 8) * 8 + i >= n_keys) scales[i] = 0;
 }
@@ -78,11 +87,11 @@ struct Queries {
 
     // lows, scale: shared memory of the lane: four words for each of the two products of the groups that are not held; the
     // factors of its rows' scores, to base 2.
-    DEVICE void load(const AttentionPrefillParams& p, int head, int tile, uint32_t* lows, float* scale) {
-        const int t = lane_id() % 4;
+    DEVICE void load(const AttentionPrefillParams& p, int head, int tile, uint32_t thread, uint32_t* lows, float* scale) {
+        const uint32_t t = thread % 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile * TILE_ROWS + 16 * warp_index() + static_cast<int>(lane_id()) / 4 + 8 * half;
+            const int row = tile * TILE_ROWS + static_cast<int>(thread / WARP_LANES * 16 + thread % WARP_LANES / 4) + 8 * half;
             const bool is_there = row / RATIO < p.n_tokens;
             const uint16_t* const from = p.qk + row_begin(row / RATIO, p.qk_stride, head, row) + 16 * t;
             uint32_t word[GROUPS][8];
@@ -137,16 +146,19 @@ struct Queries {
         return (2 * (group - HELD_LOWS) + product) * WARPS * WARP_LANES * 4;
     }
 
-    // BATCH times eight keys at a time: twice as many sums of two products each are under way.
+    // BATCH times eight keys at a time: twice as many sums of two products each are under way. Column c of product n is key
+    // 4c + n, so that a lane has the scores of eight keys in a row.
     DEVICE void score(float (&s)[TILE_KEYS / 8][4], const uint8_t* plane, const uint32_t* lows) const {
         const int g = lane_id() / 4, t = lane_id() % 4;
-        const uint8_t* const row = plane + g * HEAD_DIM + 16 * t;
-        const uint8_t* const scales = plane + SCALES_AT + 4 * t;
+        const uint8_t* const row = plane + 4 * g * HEAD_DIM + 16 * t;
+        const uint8_t* const scales = plane + SCALES_AT + 16 * t;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             const uint8_t* const keys = row + (64 * group ^ 64 * (g & 1));  // place
+            const uint4 words4 = *reinterpret_cast<const uint4*>(scales + 2 * group * TILE_KEYS);
+            const uint32_t pairs[4] = {words4.x, words4.y, words4.z, words4.w};
             uint32_t remainder[2][4];
 #pragma unroll
             for (int product = 0; product < 2; ++product) {
@@ -162,7 +174,7 @@ struct Queries {
                 int upper[BATCH][4] = {}, lower[BATCH][4] = {};
                 uint4 k[BATCH];
 #pragma unroll
-                for (int n = 0; n < BATCH; ++n) k[n] = *reinterpret_cast<const uint4*>(keys + 8 * (first + n) * HEAD_DIM);
+                for (int n = 0; n < BATCH; ++n) k[n] = *reinterpret_cast<const uint4*>(keys + (first + n) * HEAD_DIM);
 #pragma unroll
                 for (int n = 0; n < BATCH; ++n) mma_s8(upper[n], high[group][0], k[n].x, k[n].y);
 #pragma unroll
@@ -173,9 +185,12 @@ struct Queries {
                 for (int n = 0; n < BATCH; ++n) mma_s8(lower[n], remainder[1], k[n].z, k[n].w);
 #pragma unroll
                 for (int n = 0; n < BATCH; ++n) {
-                    const uint32_t pair =
-                        *reinterpret_cast<const uint32_t*>(scales + 2 * (group * TILE_KEYS + 8 * (first + n)));
-                    const float key_scale[2] = {half_lo(pair), half_hi(pair)};
+                    float key_scale[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint32_t pair = pairs[(first + n) / 2 + 2 * i];
+                        key_scale[i] = (first + n) % 2 == 0 ? half_lo(pair) : half_hi(pair);
+                    }
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         s[first + n][i] = fmaf(static_cast<float>(256 * upper[n][i] + lower[n][i]), key_scale[i % 2],
@@ -245,20 +260,22 @@ struct Mixer {
     }
 };
 
+DEVICE TileSoftmax<true>& softmax_of(uint8_t* shared, uint32_t thread) {
+    return *reinterpret_cast<TileSoftmax<true>*>(shared + (SHARED_SOFTMAX + 16 * thread));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_prefill_int8(const __grid_constant__ AttentionPrefillParams p) {
     DYNAMIC_SHARED(uint8_t, shared);
     // One address serves all: head and tile wait here, too, as the loop over keys has no registers for them.
-    int* const parked = reinterpret_cast<int*>(shared + SHARED_PARKED);  // slot, left, head, tile, first and last unit
+    int* const parked = reinterpret_cast<int*>(shared + SHARED_PARKED);  // slot, left, head, tile, units and tokens
     int* const page_ids = parked + 8;
     int* const moves = page_ids + PAGE_RING;  // [2][WARPS]: a factor is not 1
     // It holds 0, which the compiler does not know: what depends on it is not kept.
     volatile uint32_t* const unknown = reinterpret_cast<uint32_t*>(moves + 2 * WARPS);
-    uint8_t* const v_planes = shared + SHARED_V;
     uint8_t* const weights = shared + SHARED_WEIGHTS;
     float* const factors = reinterpret_cast<float*>(shared + SHARED_FACTORS);
     uint32_t* const lows = reinterpret_cast<uint32_t*>(shared + SHARED_LOWS);
-    TileSoftmax* const softmax = reinterpret_cast<TileSoftmax*>(shared + SHARED_SOFTMAX);
     float* const query_scales = reinterpret_cast<float*>(shared + SHARED_QUERY_SCALES);
     const int part = static_cast<int>(blockIdx.x), per_head = head_units(p), total = N_KV_HEADS * per_head;
     const int n_parts = minimum(p.n_parts, total);
@@ -278,38 +295,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         left -= end - unit;
         if (threadIdx.x == 0) {
             parked[0] = slot, parked[1] = left, parked[2] = head, parked[3] = tile;
-            parked[4] = unit, parked[5] = end;
+            parked[4] = unit, parked[5] = end, parked[6] = p.start + p.n_tokens;
         }
         const int last_page = (end - 1) / PAGE_UNITS;
         if (threadIdx.x < PAGE_RING) {
             const int index = unit / PAGE_UNITS + static_cast<int>(threadIdx.x);
             page_ids[index % PAGE_RING] = p.pages[minimum(index, last_page)];
         }
-        const int first_page = p.pages[unit / PAGE_UNITS];
-        request<true>(p, head, unit, first_page, shared, unknown);
+        const int first_page = p.pages[page_of(unit)], n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
+        request(p, head, unit, first_page, n_keys, shared, unknown);
         cp_async_commit();
-        request<false>(p, head, unit, first_page, v_planes, unknown);
-        if (unit + 1 < end)
-            request<true>(p, head, unit + 1, p.pages[(unit + 1) / PAGE_UNITS], shared, unknown);
+        if (unit + 1 < end) request(p, head, unit + 1, p.pages[page_of(unit + 1)], n_keys - TILE_KEYS, shared, unknown);
         cp_async_commit();
         Queries queries;
-        queries.load(p, head, tile, lows + 4 * threadIdx.x, query_scales + 2 * threadIdx.x);
-        softmax[threadIdx.x].clear();
+        const uint32_t thread = threadIdx.x + *unknown;
+        queries.load(p, head, tile, thread, lows + 4 * thread, query_scales + 2 * thread);
+        softmax_of(shared, threadIdx.x).clear();
         Mixer mixer;
         mixer.clear();
         cp_async_wait<1>();
+        clear_scales(unit, n_keys, shared);
         __syncthreads();
 
         const volatile int* const limits = parked + 4;
         const auto score_unit = [&](int unit) {
             float s[TILE_KEYS / 8][4];
-            queries.score(s, shared + slot_of(unit + *unknown) * PLANE_BYTES, lows + 4 * (threadIdx.x + *unknown));
+            queries.score(s, shared + k_plane(unit + *unknown), lows + 4 * (threadIdx.x + *unknown));
             warp_sync();  // what follows is not computed ahead: there are no registers to keep it in
             const int scored = unit + *unknown, buffer = scored & 1;
             const uint32_t own = threadIdx.x + *unknown;
-            TileSoftmax& kept = *reinterpret_cast<TileSoftmax*>(shared + (SHARED_SOFTMAX + 16 * own));
+            TileSoftmax<true>& kept = softmax_of(shared, own);
             const float2 own_scale = *reinterpret_cast<const float2*>(shared + (SHARED_QUERY_SCALES + 8 * own));
-            TileSoftmax so_far = kept;
+            TileSoftmax<true> so_far = kept;
             const float scale[2] = {own_scale.x, own_scale.y};
             const bool moved = so_far.weigh(s, scale, weights + buffer * WEIGHT_BYTES, factors + buffer * TILE_ROWS,
                                             scored * TILE_KEYS, p.start, parked[3]);
@@ -322,17 +339,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const uint4* const moved = reinterpret_cast<const uint4*>(moves + buffer * WARPS);
             const uint4 low = moved[0], high = moved[1];
             if ((low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w) != 0) mixer.shrink(factors + buffer * TILE_ROWS);
-            mixer.add(weights + buffer * WEIGHT_BYTES, v_planes + slot_of(mixed) * PLANE_BYTES);
+            mixer.add(weights + buffer * WEIGHT_BYTES, shared + v_plane(mixed));
         };
         // The scores of the keys of `unit`, beside the weights of the unit before times its values.
 #pragma unroll 1
-        for (; unit <= limits[1]; ++unit) {
+        while (unit <= limits[1]) {
             if (threadIdx.x == 0 && (unit + 5) % PAGE_UNITS == 0 && unit + 5 < limits[1])
-                cp_async_4(page_ids + page_slot(unit + 5), p.pages + static_cast<uint32_t>(unit + 5) / PAGE_UNITS);
+                cp_async_4(page_ids + page_of(unit + 5) % PAGE_RING, p.pages + page_of(unit + 5));
             if (unit + 2 < limits[1])
-                request<true>(p, parked[2], unit + 2, page_ids[page_slot(unit + 2)], shared, unknown);
-            if (unit + 1 < limits[1])
-                request<false>(p, parked[2], unit + 1, page_ids[page_slot(unit + 1)], v_planes, unknown);
+                request(p, parked[2], unit + 2, page_ids[page_of(unit + 2) % PAGE_RING],
+                        limits[2] - (unit + 2) * TILE_KEYS, shared, unknown);
             cp_async_commit();
             // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
             const bool is_first = threadIdx.x < THREADS / 2;
@@ -340,13 +356,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (unit > limits[0]) mix_unit(unit - 1);
             if (!is_first && unit < limits[1]) score_unit(unit);
             cp_async_wait<1>();
-            if (unit < limits[1]) clear_scales(p, unit, v_planes);
+            unit += 1 + *unknown;
+            if (unit < limits[1]) clear_scales(unit, limits[2] - unit * TILE_KEYS, shared);
             __syncthreads();
         }
 
         float* const references = factors;
         float* const sums = factors + TILE_ROWS;
-        softmax[threadIdx.x].publish(references, sums);
+        softmax_of(shared, threadIdx.x + *unknown).publish(references, sums);
         __syncthreads();
         const int g = lane_id() / 4, t = lane_id() % 4, dim = 32 * static_cast<int>(threadIdx.x / WARP_LANES) + 8 * t;
         const int destination = parked[0];
