@@ -21,6 +21,8 @@ _HEADS_PER_SM = 2
 """Blocks that the registers of a multiprocessor hold."""
 _HINTS = 1
 """Loads (1), loads and stores (2) of states tell L2 that they are not met again soon."""
+_SYSTEM_SHARED = 1024
+"""Bytes that every block takes besides its own."""
 _STATE_SHARED = DIM * DIM * 4
 _PENDING_SHARED = MOST_PENDING * (2 * DIM + 1) * 4
 _FOLD_SHARED = _PENDING_SHARED + 16
@@ -137,14 +139,15 @@ class GdnDecode:
         fetches_ahead: bool = True,
         ring: int = _HEADS_PER_SM,
     ) -> None:
-        """``ring``: blocks per SM that take head after head where not all have room at once; 0: a block each."""
+        """``ring``: most blocks per SM that take head after head where not all have room at once; 0: a block each."""
         self._geometry = geometry
         self._layout = GdnStateLayout(geometry)
         self._n_resident = _HEADS_PER_SM * device.n_sms
         self._n_ahead = self._n_resident if fetches_ahead else 0
         self._single = device.kernel(_decode_spec(geometry, False, hints))
-        self._n_ring = ring * device.n_sms
-        self._ring = device.kernel(_decode_spec(geometry, True, hints))
+        spec = _decode_spec(geometry, True, hints)
+        self._n_ring = min(ring, device.shared_per_sm // (spec.shared_bytes + _SYSTEM_SHARED)) * device.n_sms
+        self._ring = device.kernel(spec)
 
     def launch(
         self,
