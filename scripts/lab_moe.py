@@ -11,7 +11,6 @@ import numpy as np
 
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan, Taker
 from ninfer_runtime.backends.cuda.launch import CudaDevice
-from ninfer_runtime.backends.cuda.ops import linear_large
 from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill, PromptExperts, specs
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
@@ -53,7 +52,7 @@ class Lab:
         plan = ArenaPlan()
         self._lay_out(plan, formats)
         self.arena = Arena(device, plan.n_bytes)
-        self.layers, self.memory, self.x, self.normed, workspace = self._lay_out(self.arena, formats)
+        self.layers, self.memory, self.x, self.normed = self._lay_out(self.arena, formats)
         noise = np.random.default_rng(1)
         begin, end = self.layers[0].router.pointer, self.x
         block = noise.integers(0, SCALE_BYTE, 1 << 24, np.uint8)
@@ -63,21 +62,18 @@ class Lab:
         device.upload(self.normed, (rows.view(np.uint32) >> 16).astype(np.uint16))
         popular = skew * noise.standard_normal(EXPERTS + 1)
         self.logits = (noise.standard_normal((n_tokens, EXPERTS + 1)) + popular).astype(np.float32)
-        linear_large.clear_workspace(device, workspace)
         device.prepare(specs(self.layers[0]))
-        self.ops = [
-            MoePrefill(device, layer, self.memory, max_tokens=n_tokens, workspace=workspace) for layer in self.layers
-        ]
+        self.ops = [MoePrefill(device, layer, self.memory, max_tokens=n_tokens) for layer in self.layers]
         device.upload(self.memory.logits, self.logits)
         self.ops[0].route(self.stream, n_tokens)
         self.stream.synchronize()
 
-    def _lay_out(self, taker: Taker, formats: tuple[str, str]) -> tuple[list[MoeTensors], PromptExperts, int, int, int]:
+    def _lay_out(self, taker: Taker, formats: tuple[str, str]) -> tuple[list[MoeTensors], PromptExperts, int, int]:
         layers = [tensors(formats, taker) for _ in range(LAYERS)]
         x = taker.take("x", self.n_tokens * HIDDEN * 4)
         memory = PromptExperts.take(taker, layers[0], self.n_tokens)
         normed = taker.take("normed", self.n_tokens * activation_stride(HIDDEN) * 2)
-        return layers, memory, x, normed, taker.take("workspace", linear_large.workspace_bytes(self.device))
+        return layers, memory, x, normed
 
     def microseconds(self, work: Callable[[MoePrefill], None]) -> float:
         """Median time of ``work``, one layer after the other."""
@@ -109,7 +105,7 @@ class Lab:
                 PER_TOKEN * WIDTH * HIDDEN,
                 first.routed_down.n_bytes,
             ),
-            "shared": (lambda op: op.shared(self.stream, n, self.normed), 3 * WIDTH * HIDDEN, 0),
+            "shared": (lambda op: op.shared(self.stream, self.normed), 3 * WIDTH * HIDDEN, 0),
             "reduce": (lambda op: op.reduce(self.stream, n, self.x), 0, 0),
             "all": (
                 lambda op: op.launch(self.stream, n, self.normed, self.x),

@@ -12,7 +12,6 @@ import torch
 
 from ninfer_runtime.backends.cuda.arena import Arena, ArenaPlan
 from ninfer_runtime.backends.cuda.launch import CudaDevice
-from ninfer_runtime.backends.cuda.ops import linear_large
 from ninfer_runtime.backends.cuda.ops.moe_prefill import MoePrefill, PromptExperts, specs
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
@@ -69,14 +68,11 @@ class Network:
         device.prepare(specs(tensors))
         plan = ArenaPlan()
         PromptExperts.take(plan, tensors, MAX_TOKENS)
-        plan.take("workspace", linear_large.workspace_bytes(device))
         self.arena = Arena(device, plan.n_bytes)
         self.memory = PromptExperts.take(self.arena, tensors, MAX_TOKENS)
-        workspace = self.arena.take("workspace", linear_large.workspace_bytes(device))
         device.fill(self.memory.logits, 0xFF, plan.n_bytes - 256, device.stream())
         device.synchronize()
-        linear_large.clear_workspace(device, workspace)
-        self.op = MoePrefill(device, tensors, self.memory, max_tokens=MAX_TOKENS, workspace=workspace)
+        self.op = MoePrefill(device, tensors, self.memory, max_tokens=MAX_TOKENS)
 
     def run(self, x: torch.Tensor, logits: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """The residual stream afterwards; routed by ``logits`` where they are given."""
@@ -90,7 +86,7 @@ class Network:
             self.device.upload(self.memory.logits, logits.cpu().numpy())
             self.op.route(stream, n)
             self.op.experts(stream, rows.data_ptr())
-            self.op.shared(stream, n, rows.data_ptr())
+            self.op.shared(stream, rows.data_ptr())
             self.op.reduce(stream, n, out.data_ptr())
         self.device.synchronize()
         return out

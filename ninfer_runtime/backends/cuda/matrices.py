@@ -212,7 +212,7 @@ class LargeMatrices:
         def ffn(of: MlpTensors | MoeTensors) -> MlpLarge | MoePrefill:
             if isinstance(of, MoeTensors):
                 assert regions.prompt_experts is not None
-                return MoePrefill(device, of, regions.prompt_experts, max_tokens=max_tokens, workspace=workspace)
+                return MoePrefill(device, of, regions.prompt_experts, max_tokens=max_tokens)
             out_divisor = fuses_quantization(of.gate_up, of.down, rows)
             gate_up = large((of.gate_up,), Epilogue.SWIGLU, out_divisor=out_divisor)
             return MlpLarge(gate_up, large((of.down,), Epilogue.RESIDUAL))

@@ -7,7 +7,6 @@ import numpy.typing as npt
 import pytest
 
 from ninfer_runtime.backends.cuda.arena import Arena
-from ninfer_runtime.backends.cuda.ops import linear_large
 from ninfer_runtime.backends.cuda.ops.moe_prefill import COLUMN_TOKENS, MoePrefill, PromptExperts, most_columns
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS, PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MlpTensors, MoeTensors
@@ -68,9 +67,7 @@ class Rig:
         self.memory = PromptExperts.take(arena, self.tensors, max_tokens)
         for begin, n_bytes in ((self.memory.inner, max_tokens * PER_TOKEN), (self.memory.shared_inner, max_tokens)):
             device.fill(begin, 0, n_bytes * activation_stride(width) * 2, device.stream())
-        workspace = arena.take("workspace", linear_large.workspace_bytes(device))
-        linear_large.clear_workspace(device, workspace)
-        self.op = MoePrefill(device, self.tensors, self.memory, max_tokens=max_tokens, workspace=workspace)
+        self.op = MoePrefill(device, self.tensors, self.memory, max_tokens=max_tokens)
 
     def put_rows(self, values: Floats) -> int:
         """bf16 rows, zero from ``hidden`` to the stride."""
@@ -154,10 +151,9 @@ def check_experts(rig: Rig, ids: Ints, logits: Floats, x: Floats, seed: int) -> 
     rng, n_tokens = np.random.default_rng(seed), len(x)
     residual = rng.standard_normal((n_tokens, rig.hidden)).astype(np.float32)
     out, rows, stream = rig.device.put(residual), rig.put_rows(x), rig.device.stream()
-    shared, _ = mlp(x, rig.shared_gate_up.operand, rig.shared_down.operand)
-    rig.device.upload(rig.memory.shared, bf16_words(shared))
     rig.op.route(stream, n_tokens)
     rig.op.experts(stream, rows)
+    rig.op.shared(stream, rows)
     rig.op.reduce(stream, n_tokens, out)
     rig.device.synchronize()
     check_groups(rig, ids)

@@ -81,6 +81,8 @@ struct MoeGroupParams {
     int* place;
     int* columns;    // [..][4]: expert, first pair, number of pairs, 0
     int* n_columns;
+    int* shared_columns;    // the same of the shared expert: BLOCK_TOKENS tokens each
+    int* n_shared_columns;
     int n_tokens;
 };
 
@@ -146,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
                 }
         }
     }
+    if (threadIdx.x == 0) store_16(p.shared_columns + block * 4, make_uint4(0, first_token, n / TOP_K, 0));
     if (block > 0) return;
     int columns_before = 0;
 #pragma unroll 1
@@ -165,7 +168,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_group(cons
                                     i < full ? COLUMN_TOKENS : rest, 0));
         }
     }
-    if (threadIdx.x == 0) *p.n_columns = columns_before;
+    if (threadIdx.x == 0) {
+        *p.n_columns = columns_before;
+        *p.n_shared_columns = static_cast<int>(gridDim.x);
+    }
 }
 
 struct MoeReduceParams {

@@ -13,15 +13,8 @@ from ninfer_format.errors import SignatureError, UnsupportedError
 from ninfer_runtime.backends.cuda.arena import Taker
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops import linear_large, linear_narrow
-from ninfer_runtime.backends.cuda.ops.linear_large import (
-    ROW_TILES,
-    STAGE_COLUMNS,
-    Epilogue,
-    LinearLarge,
-    Output,
-    sums_factor,
-)
+from ninfer_runtime.backends.cuda.ops import linear_narrow
+from ninfer_runtime.backends.cuda.ops.linear_large import ROW_TILES, STAGE_COLUMNS, sums_factor
 from ninfer_runtime.backends.cuda.ops.linear_narrow import LinearNarrow, NarrowOutput
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride
 from ninfer_runtime.backends.cuda.weights import MoeTensors
@@ -61,6 +54,8 @@ class MoeGroupParams(ctypes.Structure):
         ("place", ctypes.c_uint64),
         ("columns", ctypes.c_uint64),
         ("n_columns", ctypes.c_uint64),
+        ("shared_columns", ctypes.c_uint64),
+        ("n_shared_columns", ctypes.c_uint64),
         ("n_tokens", ctypes.c_int32),
     )
 
@@ -109,6 +104,7 @@ class PromptExperts:
     order, place   int32 [T · k]: the token of a pair in the order of experts, and where a pair lies in that order
     columns        int32 [most columns][4]: expert, first pair, number of pairs, 0
     n_columns      int32
+    shared_columns, n_shared_columns  the same of the shared expert, whose pairs are all tokens
     inner          bf16 [T · k][stride], SwiGLU of gate and up of the experts, in that order
     routed         bf16 [T · k][hidden], the experts' results
     shared_inner   bf16 [T][stride], SwiGLU of the shared expert
@@ -124,6 +120,8 @@ class PromptExperts:
     place: int
     columns: int
     n_columns: int
+    shared_columns: int
+    n_shared_columns: int
     inner: int
     routed: int
     shared_inner: int
@@ -149,6 +147,8 @@ class PromptExperts:
             place=take("place", _INT * pairs),
             columns=take("columns", _COLUMN * most_columns(tensors, n_tokens)),
             n_columns=take("n_columns", _INT),
+            shared_columns=take("shared_columns", _COLUMN * -(-n_tokens // BLOCK_TOKENS)),
+            n_shared_columns=take("n_shared_columns", _INT),
             inner=take("inner", _BF16 * pairs * inner),
             routed=take("routed", _BF16 * pairs * hidden),
             shared_inner=take("shared_inner", _BF16 * n_tokens * shared),
@@ -163,8 +163,8 @@ def most_columns(tensors: MoeTensors, n_tokens: int) -> int:
 
 
 def _product_spec(matrix: PackedMatrix) -> KernelSpec:
-    """Gate and up, or down, of a bank. Weights pass through shared memory as deep as it is, but for BF16: its words are
-    operands as they are, and take a block's registers."""
+    """Gate and up, or down; a bank's gate and up gather their rows. Weights pass through shared memory, as deep as fits,
+    but for BF16: its words are operands as they are, and take a block's registers."""
     token_bytes, kept_bytes = COLUMN_TOKENS * STAGE_COLUMNS * _BF16, 4 * _THREADS * (COLUMN_TOKENS // 16 + 2)
     rings = matrix.format != "BF16"
     weight_bytes = ROW_TILES * STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes if rings else 4 * _THREADS
@@ -172,7 +172,7 @@ def _product_spec(matrix: PackedMatrix) -> KernelSpec:
     defines = {
         "FORMAT": matrix.tile.code,
         "SWIGLU": int(matrix.interleaved),
-        "GATHER": int(matrix.interleaved),
+        "GATHER": int(matrix.interleaved and matrix.n_experts > 1),
         "TOKENS": COLUMN_TOKENS,
         "STAGES": stages,
     }
@@ -198,30 +198,42 @@ def specs(tensors: MoeTensors) -> list[KernelSpec]:
         *(_group_spec(name, tensors) for name in ("moe_route", "moe_group", "moe_reduce")),
         _product_spec(tensors.routed_gate_up),
         _product_spec(tensors.routed_down),
-        *linear_large.specs((tensors.shared.gate_up,), Epilogue.SWIGLU),
-        *linear_large.specs((tensors.shared.down,), Epilogue.STORE),
+        _product_spec(tensors.shared.gate_up),
+        _product_spec(tensors.shared.down),
     ]
 
 
-class Grouped:
-    """One product of a bank's experts with the pairs that were routed to them."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a grouped product multiplies: the columns' address, that of their number, and the most there may be."""
 
-    def __init__(self, device: Device, matrix: PackedMatrix, memory: PromptExperts, pairs: int, columns: int) -> None:
-        """``pairs`` and ``columns``: as many as there may be."""
+    pointer: int
+    n_pointer: int
+    most: int
+    most_pairs: int
+
+
+class Grouped:
+    """One product of experts with the pairs that were routed to them."""
+
+    def __init__(self, device: Device, matrix: PackedMatrix, columns: Columns, order: int = 0) -> None:
+        """``order``: the row of a pair, of a bank's gate and up."""
         if matrix.n_bytes >= 1 << 32:
             raise SignatureError(f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed")
-        if pairs * activation_stride(matrix.k) * _BF16 >= 1 << 32:
-            raise UnsupportedError(f"{pairs} rows of {matrix.k} columns for {matrix.name}: fewer than 4 GiB are needed")
+        if columns.most_pairs * activation_stride(matrix.k) * _BF16 >= 1 << 32:
+            raise UnsupportedError(
+                f"{columns.most_pairs} rows of {matrix.k} columns for {matrix.name}: fewer than 4 GiB are needed"
+            )
         spec = _product_spec(matrix)
         self._kernel = device.kernel(spec)
         self._row_tiles = -(-matrix.expert_tiles // ROW_TILES)
         per_sm = max(1, min(spec.min_blocks, device.shared_per_sm // (spec.shared_bytes + 1024)))
-        self._blocks = min(device.n_sms * per_sm, columns * self._row_tiles)
+        self._blocks = min(device.n_sms * per_sm, columns.most * self._row_tiles)
         self._params = MoeLargeParams(
             tiles=matrix.pointer,
-            order=memory.order,
-            columns=memory.columns,
-            n_columns=memory.n_columns,
+            order=order,
+            columns=columns.pointer,
+            n_columns=columns.n_pointer,
             n_rows=matrix.n_outputs,
             expert_tiles=matrix.expert_tiles,
             row_tiles=self._row_tiles,
@@ -239,37 +251,33 @@ class Grouped:
 class MoePrefill:
     """The networks of one layer for up to ``max_tokens`` normed rows."""
 
-    def __init__(
-        self, device: Device, tensors: MoeTensors, memory: PromptExperts, *, max_tokens: int, workspace: int
-    ) -> None:
-        """``workspace`` of ``linear_large``. UnsupportedError for sizes that have no kernels."""
+    def __init__(self, device: Device, tensors: MoeTensors, memory: PromptExperts, *, max_tokens: int) -> None:
+        """UnsupportedError for sizes that have no kernels."""
         hidden, k = tensors.routed_down.n_outputs, tensors.experts_per_token
         if hidden % 8 or tensors.n_experts > MAX_EXPERTS or k > 32:
             raise UnsupportedError(
                 f"hidden width {hidden}, {tensors.n_experts} experts, {k} per token: the cuda backend takes widths "
                 f"divisible by 8, {MAX_EXPERTS} experts, 32 per token"
             )
-
-        def large(matrix: PackedMatrix, epilogue: Epilogue) -> LinearLarge:
-            return LinearLarge(device, (matrix,), epilogue, max_tokens=max_tokens, workspace=workspace)
-
-        pairs, columns = max_tokens * k, most_columns(tensors, max_tokens)
+        routed = Columns(memory.columns, memory.n_columns, most_columns(tensors, max_tokens), max_tokens * k)
+        n_shared = -(-max_tokens // BLOCK_TOKENS)
+        shared = Columns(memory.shared_columns, memory.n_shared_columns, n_shared, max_tokens)
         self._tensors, self._memory, self._max_tokens = tensors, memory, max_tokens
         self._route, self._group, self._reduce = (
             device.kernel(_group_spec(name, tensors)) for name in ("moe_route", "moe_group", "moe_reduce")
         )
         self._router = LinearNarrow(device, (tensors.router,))
-        self.gate_up = Grouped(device, tensors.routed_gate_up, memory, pairs, columns)
-        self.down = Grouped(device, tensors.routed_down, memory, pairs, columns)
-        self._shared_gate_up = large(tensors.shared.gate_up, Epilogue.SWIGLU)
-        self._shared_down = large(tensors.shared.down, Epilogue.STORE)
+        self.gate_up = Grouped(device, tensors.routed_gate_up, routed, memory.order)
+        self.down = Grouped(device, tensors.routed_down, routed)
+        self._shared_gate_up = Grouped(device, tensors.shared.gate_up, shared)
+        self._shared_down = Grouped(device, tensors.shared.down, shared)
 
     def launch(self, stream: Stream, n_tokens: int, normed: int, x: int) -> None:
         """Queue ``x`` += experts of ``normed``: float32 [T][hidden], bf16 [T][activation_stride(hidden)]."""
         self.router(stream, n_tokens, normed)
         self.route(stream, n_tokens)
         self.experts(stream, normed)
-        self.shared(stream, n_tokens, normed)
+        self.shared(stream, normed)
         self.reduce(stream, n_tokens, x)
 
     def router(self, stream: Stream, n_tokens: int, normed: int) -> None:
@@ -287,7 +295,17 @@ class MoePrefill:
             m.logits, m.ids, m.shares, m.shared_shares, m.histogram, n_tokens, self._tensors.n_experts + 1
         )
         self._route.launch(grid, route, stream)
-        group = MoeGroupParams(m.ids, m.histogram, m.order, m.place, m.columns, m.n_columns, n_tokens)
+        group = MoeGroupParams(
+            m.ids,
+            m.histogram,
+            m.order,
+            m.place,
+            m.columns,
+            m.n_columns,
+            m.shared_columns,
+            m.n_shared_columns,
+            n_tokens,
+        )
         self._group.launch(grid, group, stream)
 
     def experts(self, stream: Stream, normed: int) -> None:
@@ -297,12 +315,12 @@ class MoePrefill:
         self.gate_up.launch(stream, normed, activation_stride(t.routed_gate_up.k), m.inner, inner)
         self.down.launch(stream, m.inner, inner, m.routed, t.routed_down.n_outputs)
 
-    def shared(self, stream: Stream, n_tokens: int, normed: int) -> None:
+    def shared(self, stream: Stream, normed: int) -> None:
         """``normed`` → ``shared_inner`` → ``shared``."""
         m, shared = self._memory, self._tensors.shared
-        stride, inner = activation_stride(shared.gate_up.k), activation_stride(shared.down.k)
-        self._shared_gate_up.launch(stream, n_tokens, normed, stride, (Output(m.shared_inner, stride=inner),))
-        self._shared_down.launch(stream, n_tokens, m.shared_inner, inner, (Output(m.shared),))
+        inner = activation_stride(shared.down.k)
+        self._shared_gate_up.launch(stream, normed, activation_stride(shared.gate_up.k), m.shared_inner, inner)
+        self._shared_down.launch(stream, m.shared_inner, inner, m.shared, shared.down.n_outputs)
 
     def reduce(self, stream: Stream, n_tokens: int, x: int) -> None:
         """``x`` += shares · ``routed`` + shared share · ``shared``."""
