@@ -1,8 +1,9 @@
 // out = bf16(softmax(q k / 16) v) * sigmoid(gate), causal, for T new tokens over all cached keys 0 .. start + T, D = 256.
 // q (normalised, rotated) and gate bf16 [T][stride], keys and values in pages; rows of a tile: (token, head of the KV
 // group). A block multiplies 128 rows by 32 keys at a time; work is dealt evenly to one wave of blocks in units of
-// (KV head, tile, 32 keys). FP6 codes become fp16 in shared memory, BF16 words stay; INT8 has attention_prefill_int8.cu. Where keys and values are
-// rotated, the queries are too, and the result is left in fp32 for prefill_unrotate. fp32 accumulation, softmax to base 2.
+// (KV head, tile, 32 keys). FP6 codes become fp16 in shared memory, BF16 words stay; INT8 has attention_prefill_int8.cu.
+// Where keys and values are rotated, the queries are too, and the result is left in fp32 for prefill_unrotate. fp32
+// accumulation, softmax to base 2.
 // Reference backends/reference/attention.py; tolerance 1 % of a head's norm, see specs/kernels.md.
 #include "common.cuh"
 #include "attention_prefill.cuh"

@@ -338,7 +338,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int mixed = unit + *unknown, buffer = mixed & 1;
             const uint4* const moved = reinterpret_cast<const uint4*>(moves + buffer * WARPS);
             const uint4 low = moved[0], high = moved[1];
-            if ((low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w) != 0) mixer.shrink(factors + buffer * TILE_ROWS);
+            if ((low.x | low.y | low.z | low.w | high.x | high.y | high.z | high.w) != 0)
+                mixer.shrink(factors + buffer * TILE_ROWS);
             mixer.add(weights + buffer * WEIGHT_BYTES, shared + v_plane(mixed));
         };
         // The scores of the keys of `unit`, beside the weights of the unit before times its values.

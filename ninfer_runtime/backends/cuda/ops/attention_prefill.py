@@ -75,7 +75,7 @@ def _shared_bytes(geometry: AttentionGeometry) -> int:
 
 
 def _int8_shared_bytes() -> int:
-    """K tiles of 32 keys three times, V four times, codes and scales; weights and factors twice; per thread 24 bytes."""
+    """K tiles of 32 keys three times, V four times; weights and factors twice; low bytes; per thread 24 bytes."""
     tile = 32 * (HEAD_DIM + 2 * HEAD_DIM // SCALE_GROUP)
     low_bytes = _TILE_ROWS * HEAD_DIM // 2
     return 7 * tile + 2 * _TILE_ROWS * 32 * 2 + 2 * _TILE_ROWS * _FLOAT + low_bytes + 24 * 256 + 128
