@@ -113,6 +113,10 @@ _ROWS: tuple[tuple[str, Callable[[CardSurvey], str]], ...] = (
 )
 
 
+_HOST_ROWS = ("host memory", "networks on the device", "slots of the others", "predicted with drafts")
+"""Left out where they say nothing."""
+
+
 def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey]) -> Iterator[str]:
     drafts = f", {config.draft_tokens} drafts by {config.spec}" if config.spec != "none" else ""
     kv_dtype = "bf16" if config.kv_dtype == "auto" else config.kv_dtype
@@ -121,10 +125,14 @@ def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey])
         f"keys and values {kv_dtype}, prefill chunk {config.prefill_chunk:,}{drafts}"
     )
     cells = [(label, *(of(found) for found in cards)) for label, of in _ROWS]
+    cells = [row for row in cells if row[0] not in _HOST_ROWS or set(row[1:]) - {"-", "all", mebibytes(0)}]
     widths = [max(len(row[i]) for row in cells) for i in range(1 + len(cards))]
     for label, *texts in cells:
         columns = (text.rjust(width) for text, width in zip(texts, widths[1:], strict=True))
         yield f"{label:<{widths[0]}}  {'  '.join(columns)}"
+    if any(found.forecast for found in cards):
+        yield ""
+        yield from _forecast_lines(config, cards)
     for found in cards:
         if not any(any(row) for row in found.survey.grid.values()):
             continue
@@ -135,9 +143,6 @@ def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey])
         wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for label, *texts in rows:
             yield label.ljust(wide[0]) + "".join("  " + text.rjust(w) for text, w in zip(texts, wide[1:], strict=True))
-    if any(found.forecast for found in cards):
-        yield ""
-        yield from _forecast_lines(config, cards)
     for refusal in dict.fromkeys(found.refusal for found in cards if found.refusal):
         yield f"estimated, since the backend refuses it today: {refusal}"
 
