@@ -290,6 +290,10 @@ DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared) {
 
 DEVICE void cp_async_16(void* shared, const void* global) { emulator::queue_copy(shared, global, 16, true); }
 
+DEVICE void cp_async_16_if(void* shared, const void* global, bool wanted) {
+    if (wanted) cp_async_16(shared, global);
+}
+
 DEVICE void cp_async_16_zfill(void* shared, const void* global, bool valid) {
     emulator::queue_copy(shared, global, 16, valid);
 }

@@ -260,11 +260,11 @@ struct WeightStream {
     DEVICE void request(unsigned char* to) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            if (m < tiles) {
 #pragma unroll
-                for (int n = 0; n < ceil_div(SLOT, 512); ++n)
-                    if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < (ONE_FORMAT ? SLOT : n_bytes))
-                        cp_async_16(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
+            for (int n = 0; n < ceil_div(SLOT, 512); ++n) {
+                const bool is_inside =
+                    n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < (ONE_FORMAT ? SLOT : n_bytes);
+                cp_async_16_if(to + m * SLOT + n * 512, at + m * row_bytes + n * 512, m < tiles && is_inside);
             }
         }
         at += PHASES * (ONE_FORMAT ? SLOT : n_bytes);
