@@ -163,8 +163,8 @@ def most_columns(tensors: MoeTensors, n_tokens: int) -> int:
 
 
 def _product_spec(matrix: PackedMatrix) -> KernelSpec:
-    """Gate and up, or down; a bank's gate and up gather their rows. Weights pass through shared memory, as deep as fits,
-    but for BF16: its words are operands as they are, and take a block's registers."""
+    """Gate and up, or down; a bank's gate and up gather their rows. Weights pass through shared memory, as deep as it
+    is, but for BF16: its words are operands as they are, and take a block's registers."""
     token_bytes, kept_bytes = COLUMN_TOKENS * STAGE_COLUMNS * _BF16, 4 * _THREADS * (COLUMN_TOKENS // 16 + 2)
     rings = matrix.format != "BF16"
     weight_bytes = ROW_TILES * STAGE_COLUMNS // matrix.tile.step * matrix.block_bytes if rings else 4 * _THREADS
