@@ -181,13 +181,19 @@ struct WeightStream {
         stride = 0;
     }
 
-    // Requests the next block into a slot. True when the run is at its end: the next one is due.
+    // The next block's neighbour, so many bytes behind it.
     template <int MOST_BYTES>
-    DEVICE bool request(unsigned char* slot) {
+    DEVICE void copy(unsigned char* slot, int bytes) const {
         const int piece = static_cast<int>(lane_id()) * 16;
 #pragma unroll
         for (int n = 0; n < ceil_div(MOST_BYTES, 512); ++n)
-            if (piece + n * 512 < n_bytes) cp_async_16(slot + piece + n * 512, at + n * 512);
+            if (piece + n * 512 < n_bytes) cp_async_16(slot + piece + n * 512, at + bytes + n * 512);
+    }
+
+    // Requests the next block into a slot. True when the run is at its end: the next one is due.
+    template <int MOST_BYTES>
+    DEVICE bool request(unsigned char* slot) {
+        copy<MOST_BYTES>(slot, 0);
         at += stride;
         return --left == 0;
     }
@@ -200,6 +206,80 @@ template <int N>
 DEVICE void clear(SumsOf<N>& sums) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) sums[i / 4][i % 4] = 0.0f;
+}
+
+// sums[m] += weights of M tile rows' blocks, side by side in shared memory, x one tile of eight tokens. pieces: this lane's
+// 16 bytes for every 32 columns. Operands keep their bias, which leaves by mma over the same activations, once for all
+// tile rows: that takes fewer instructions than to subtract it from every code.
+template <int F, int M, typename Behind>
+DEVICE void multiply_rows(const unsigned char* slot, const uint4 (&pieces)[Tile<F>::STEP / 32], const Behind& behind,
+                          SumsOf<M>& sums) {
+    using L = Tile<F>;
+    constexpr bool BIASED = tile_bias<F>() != 0;
+    constexpr uint32_t MINUS = (0xc300u | tile_bias<F>() % 128) * 0x10001u;
+    const uint32_t minus[4] = {MINUS, MINUS, MINUS, MINUS};
+    const int lane = static_cast<int>(lane_id());
+    uint32_t words[M][L::GROUPS][L::WORDS];
+    uint2 scales[M];
+    uint4 fp4[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        const unsigned char* block = slot + m * L::BLOCK_BYTES;
+        if constexpr (F == NVFP4)
+            fp4[m] = fp4_block_scales(block, lane);
+        else if constexpr (F != BF16)
+            scales[m] = tile_scales<F>(block, lane);
+#pragma unroll
+        for (int group = 0; group < L::GROUPS; ++group) tile_words<F>(words[m][group], block, group, lane);
+    }
+    behind();
+#pragma unroll
+    for (int group = 0; group < L::GROUPS; ++group) {
+        float start[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if constexpr (BIASED) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 b = pieces[2 * group + half];
+                mma_bf16(start, minus, b.x, b.y);
+                mma_bf16(start, minus, b.z, b.w);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            float parts[4] = {start[0], start[1], start[2], start[3]};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 b = pieces[2 * group + half];
+                uint32_t a[2][4];
+                if constexpr (F == NVFP4) {
+                    const uint32_t both[2] = {fp4_scales(group ? fp4[m].y : fp4[m].x, lane),
+                                              fp4_scales(group ? fp4[m].w : fp4[m].z, lane)};
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) fp4_operand(a[j], words[m][group], 2 * half + j, both);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[j], words[m][group], 2 * half + j);
+                }
+                if constexpr (F == BF16 || F == NVFP4) {  // nothing is left to scale
+                    mma_bf16(sums[m], a[0], b.x, b.y);
+                    mma_bf16(sums[m], a[1], b.z, b.w);
+                } else {
+                    mma_bf16(parts, a[0], b.x, b.y);
+                    mma_bf16(parts, a[1], b.z, b.w);
+                    if (F != W8 && half == 0) continue;  // W8 has a scale per 32 columns
+                    const bool second = F == W8 ? half == 1 : group == 1;  // of the block's two scales
+                    const float scale = second ? half_hi(scales[m].x) : half_lo(scales[m].x);
+                    const float scale8 = second ? half_hi(scales[m].y) : half_lo(scales[m].y);
+                    sums[m][0] += scale * parts[0];
+                    sums[m][1] += scale * parts[1];
+                    sums[m][2] += scale8 * parts[2];
+                    sums[m][3] += scale8 * parts[3];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) parts[i] = 0.0f;
+                }
+            }
+        }
+    }
 }
 
 // One lane's activations of a block's columns: 16-byte pieces, 32 columns apart.

@@ -185,8 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) moe_down(const
             else
                 ahead.fetch(next_row, 0);
             unsigned char* freed = await();
-            multiply_block<FORMAT, 1>(
-                ring + slot, 1, [&](int, int piece) { return now.pieces[piece]; }, [&] { request(freed); }, sums);
+            multiply_rows<FORMAT, 1>(ring + slot, now.pieces, [&] { request(freed); }, sums);
             slot = slot == (STAGES - 1) * SLOT ? 0 : slot + SLOT;
         }
 #pragma unroll

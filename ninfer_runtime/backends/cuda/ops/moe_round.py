@@ -30,9 +30,10 @@ _ROUTER_WARPS, _GATE_UP_WARPS = 8, 8
 _DOWN_WARPS: Mapping[int, tuple[int, int]] = MappingProxyType({1: (8, 1), 8: (16, 2), MAX_COLUMNS: (16, 1)})
 """By limit: warps, and how many of them divide an entry's columns. One column has eight entries, and a block of eight
 warps has room beside one of gate and up."""
-_GATE_UP_SPLIT = 2
-"""Warps that divide the columns of a tile row of gate and up: 8 of 256 experts are 512 tile rows, a card has two to
-three times as many warps that wait for memory."""
+_GATE_UP_ROWS, _ROW_SPLIT = 2, 2
+"""Tile rows of gate and up that a warp multiplies together (blocks up to ``_SMALL_BLOCK`` bytes), and how many warps
+divide the columns of one: 8 of 256 experts are 512 tile rows, and a card has two to three times as many warps."""
+_SMALL_BLOCK = 1152
 _GATE_UP_TILE, _DOWN_TILE = 4, 8
 """Tokens of an expert that a warp takes at once: of gate and up they lie in the ring, 256 bytes each beside 1,088."""
 _MAX_STAGES = {"moe_round_router": 8, "moe_gate_up": 4, "moe_down": 4}
@@ -219,24 +220,32 @@ def router_spec(device: Device, tensors: MoeTensors, limit: int) -> KernelSpec:
     )
 
 
+def _division(bank: PackedMatrix) -> tuple[int, int]:
+    """Tile rows of gate and up that are multiplied together, and by how many warps."""
+    rows = _GATE_UP_ROWS if bank.block_bytes <= _SMALL_BLOCK else 1
+    return rows, rows * _ROW_SPLIT
+
+
 def gate_up_spec(device: Device, tensors: MoeTensors, limit: int) -> KernelSpec:
     """The variant of ``moe_gate_up.cu`` for up to ``limit`` columns."""
     bank = tensors.routed_gate_up
     columns = up(limit, _TOKEN_TILE)
     selection = selection_bytes(tensors.n_experts, tensors.experts_per_token, columns, _GATE_UP_TILE)
-    exchange = _GATE_UP_WARPS // _GATE_UP_SPLIT * 2 * (_GATE_UP_SPLIT - 1) * 4 * _LANES * _FLOAT
+    rows, split = _division(bank)
+    exchange = _GATE_UP_WARPS // split * 2 * (split - 1) * rows * 4 * _LANES * _FLOAT
     return _spec(
         device,
         "moe_gate_up",
         tensors,
         limit,
         warps=_GATE_UP_WARPS,
-        slot=bank.block_bytes + _GATE_UP_TILE * bank.tile.step * _BF16,
+        slot=rows * bank.block_bytes + _GATE_UP_TILE * bank.tile.step * _BF16,
         rest_bytes=selection + exchange,
         defines=(
             ("SELECTION_BYTES", selection),
             ("FORMAT", bank.tile.code),
-            ("SPLIT", _GATE_UP_SPLIT),
+            ("ROWS", rows),
+            ("SPLIT", split),
             ("BLOCKS", bank.k_steps),
             ("EXPERT_TILES", bank.expert_tiles),
         ),
@@ -339,9 +348,11 @@ class MoeSmall:
         p.x_stride, p.out_stride = activation_stride(bank.k), activation_stride(self.tensors.routed_down.k)
         p.factor = bank.sums_factor
         _divide(p, rstd)
-        tasks = min(self.tensors.n_experts, n_columns * self.tensors.experts_per_token) * bank.expert_tiles
+        distinct = min(self.tensors.n_experts, n_columns * self.tensors.experts_per_token)
+        rows, split = _division(bank)
+        tasks = distinct * -(-bank.expert_tiles // rows)
         most = self._device.n_sms * self._gate_up[1].min_blocks
-        self._queue(stream, self._gate_up, n_columns, min(most, -(-tasks * _GATE_UP_SPLIT // _GATE_UP_WARPS)), p)
+        self._queue(stream, self._gate_up, n_columns, min(most, -(-tasks * split // _GATE_UP_WARPS)), p)
 
     def launch_down(self, stream: Stream, n_columns: int, residual: Residual) -> None:
         """Everything behind the inner columns."""
