@@ -35,9 +35,11 @@ def device() -> Iterator[CudaDevice]:
     card.close()
 
 
-def decode(device: CudaDevice, storage: Storage, rows: list[Row], q: int, seed: int) -> None:
+def decode(
+    device: CudaDevice, storage: Storage, rows: list[Row], q: int, seed: int, heads: tuple[int, int] = (24, 4)
+) -> None:
     n_pages = sum((row.start + q) // 64 + 1 for row in rows) + 1
-    rig = Rig(device, SPEC, storage.format, n_pages, seed, rotation=storage.rotation)
+    rig = Rig(device, model(*heads), storage.format, n_pages, seed, rotation=storage.rotation)
     outcome = run_decode(rig, rows, q)
     device.free(rig.pool)
     check_written(outcome)
@@ -57,6 +59,12 @@ def test_eight_rows_of_different_length(device: CudaDevice, storage: Storage, q:
     starts = [0, 63, 64, 777, 1500, 4095, 9000, 20_000]
     rows = [Row(start, (q, 0, 1, q)[b % 4], rope_delta=13 * b) for b, start in enumerate(starts)]
     decode(device, storage, rows, q, fresh_seed)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("q", [1, 2, 4, 5, 6, 7])
+def test_eight_heads_to_a_group(device: CudaDevice, storage: Storage, q: int, fresh_seed: int) -> None:
+    decode(device, storage, [Row(4090, q), Row(20_000, q - 1), Row(0, q)], q, fresh_seed, heads=(16, 2))
 
 
 def prefill(device: CudaDevice, storage: Storage, start: int, n_tokens: int, seed: int) -> None:
