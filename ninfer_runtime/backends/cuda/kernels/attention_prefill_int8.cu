@@ -35,45 +35,45 @@ DEVICE int v_plane(int unit) { return SHARED_V + static_cast<int>(static_cast<ui
 
 DEVICE uint32_t page_of(int unit) { return static_cast<uint32_t>(unit) / PAGE_UNITS; }
 
-// Codes and scales of a unit's keys and values on their way. Of the unit's tokens `n_keys` are there, or all; the others become
-// zeros, and their scales may be anything.
+// A unit's keys (by the first half of the threads) or values (by the second half) on their way: codes and scales. Of its tokens
+// `n_keys` are there, or all; the others become zeros, and their scales may be anything.
+template <bool IS_K>
 DEVICE void request(const AttentionPrefillParams& p, int head, int unit, int page, int n_keys, uint8_t* shared,
                     const volatile uint32_t* nought) {
-    constexpr int PASS_KEYS = THREADS / KEY_CHUNKS, SECOND = PASS_KEYS * HEAD_DIM;
-    static_assert(TILE_KEYS == 2 * PASS_KEYS && PASS_KEYS % 8 == 0, "two passes of the block");
-    const uint32_t thread = threadIdx.x + *nought, key = thread / KEY_CHUNKS, chunk = thread % KEY_CHUNKS;
+    constexpr int PASS_KEYS = THREADS / 2 / KEY_CHUNKS, PASS = PASS_KEYS * HEAD_DIM;
+    static_assert(TILE_KEYS == 4 * PASS_KEYS && PASS_KEYS % 8 == 0, "four passes");
+    const uint32_t thread = threadIdx.x % (THREADS / 2) + *nought, key = thread / KEY_CHUNKS;
     const uint32_t token_in_page = static_cast<uint32_t>(unit) % PAGE_UNITS * TILE_KEYS;
     const int head_page = page * N_KV_HEADS + head;
-    const int64_t from = static_cast<int64_t>(head_page) * (PAGE_TOKENS * HEAD_DIM) + (token_in_page * HEAD_DIM + 16 * thread);
-    uint8_t* const k = shared + k_plane(unit);
-    uint8_t* const v = shared + v_plane(unit);
-    uint8_t* const to_k = k + place<true>(key, chunk);
-    uint8_t* const to_v = v + place<false>(key, chunk);
+    const uint8_t* const from = (IS_K ? p.k : p.v) + static_cast<int64_t>(head_page) * (PAGE_TOKENS * HEAD_DIM) +
+                                (token_in_page * HEAD_DIM + 16 * thread);
+    uint8_t* const plane = shared + (IS_K ? k_plane(unit) : v_plane(unit));
+    uint8_t* const to = plane + place<IS_K>(key, thread % KEY_CHUNKS);
     if (n_keys >= TILE_KEYS) {
-        cp_async_16_at<0, 0>(to_k, p.k + from);
-        cp_async_16_at<SECOND, SECOND>(to_k, p.k + from);
-        cp_async_16_at<0, 0>(to_v, p.v + from);
-        cp_async_16_at<SECOND, SECOND>(to_v, p.v + from);
+        cp_async_16_at<0, 0>(to, from);
+        cp_async_16_at<PASS, PASS>(to, from);
+        cp_async_16_at<2 * PASS, 2 * PASS>(to, from);
+        cp_async_16_at<3 * PASS, 3 * PASS>(to, from);
     } else {
-        const bool first = static_cast<int>(key) < n_keys, second = static_cast<int>(key) + PASS_KEYS < n_keys;
-        cp_async_16_zfill_at<0, 0>(to_k, p.k + from, first);
-        cp_async_16_zfill_at<SECOND, SECOND>(to_k, p.k + from, second);
-        cp_async_16_zfill_at<0, 0>(to_v, p.v + from, first);
-        cp_async_16_zfill_at<SECOND, SECOND>(to_v, p.v + from, second);
+        const int behind = n_keys - static_cast<int>(key);
+        cp_async_16_zfill_at<0, 0>(to, from, behind > 0);
+        cp_async_16_zfill_at<PASS, PASS>(to, from, behind > PASS_KEYS);
+        cp_async_16_zfill_at<2 * PASS, 2 * PASS>(to, from, behind > 2 * PASS_KEYS);
+        cp_async_16_zfill_at<3 * PASS, 3 * PASS>(to, from, behind > 3 * PASS_KEYS);
     }
     if (thread < TILE_KEYS * GROUPS / 8) {  // 16 bytes: eight keys of a group
         const uint32_t group = thread / (TILE_KEYS / 8), first = thread % (TILE_KEYS / 8) * 8;
         const int64_t at =
             static_cast<int64_t>(head_page) * (PAGE_TOKENS * GROUPS) + (group * PAGE_TOKENS + token_in_page + first);
-        cp_async_16_zfill(k + SCALES_AT + 16 * thread, p.k_scales + at, static_cast<int>(first) < n_keys);
-        cp_async_16_zfill(v + SCALES_AT + 16 * thread, p.v_scales + at, static_cast<int>(first) < n_keys);
+        cp_async_16_zfill(plane + SCALES_AT + 16 * thread, (IS_K ? p.k_scales : p.v_scales) + at,
+                          static_cast<int>(first) < n_keys);
     }
 }
 
 // The scales of values that are not there: a weight of 0 times NaN would be NaN. By the threads that requested them.
 DEVICE void clear_scales(int unit, int n_keys, uint8_t* shared) {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (n_keys >= TILE_KEYS || thread >= TILE_KEYS * GROUPS / 8) return;
+    const int thread = static_cast<int>(threadIdx.x) - THREADS / 2;
+    if (n_keys >= TILE_KEYS || thread < 0 || thread >= TILE_KEYS * GROUPS / 8) return;
     uint16_t* const scales = reinterpret_cast<uint16_t*>(shared + v_plane(unit) + SCALES_AT) + 8 * thread;
     for (int i = 0; i < 8; ++i)
         if (thread % (TILE_KEYS / 8) * 8 + i >= n_keys) scales[i] = 0;
@@ -287,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int head = begin / per_head, unit = begin % per_head, tile = 0;
     while (unit >= tile_units(p, tile)) unit -= tile_units(p, tile++);
 
+    const bool is_first = threadIdx.x < THREADS / 2;
     if (threadIdx.x == 0) *unknown = 0;
     __syncthreads();
     while (left > 0) {
@@ -302,11 +303,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int index = unit / PAGE_UNITS + static_cast<int>(threadIdx.x);
             page_ids[index % PAGE_RING] = p.pages[minimum(index, last_page)];
         }
-        const int first_page = p.pages[page_of(unit)], n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
-        request(p, head, unit, first_page, n_keys, shared, unknown);
-        cp_async_commit();
-        if (unit + 1 < end) request(p, head, unit + 1, p.pages[page_of(unit + 1)], n_keys - TILE_KEYS, shared, unknown);
-        cp_async_commit();
+        const int n_keys = p.start + p.n_tokens - unit * TILE_KEYS;
+        for (int ahead = 0; ahead < 2; ++ahead) {
+            if (unit + ahead < end) {
+                const int page = p.pages[page_of(unit + ahead)], n = n_keys - ahead * TILE_KEYS;
+                if (is_first)
+                    request<true>(p, head, unit + ahead, page, n, shared, unknown);
+                else
+                    request<false>(p, head, unit + ahead, page, n, shared, unknown);
+            }
+            cp_async_commit();
+        }
         Queries queries;
         const uint32_t thread = threadIdx.x + *unknown;
         queries.load(p, head, tile, thread, lows + 4 * thread, query_scales + 2 * thread);
@@ -347,15 +354,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         while (unit <= limits[1]) {
             if (threadIdx.x == 0 && (unit + 5) % PAGE_UNITS == 0 && unit + 5 < limits[1])
                 cp_async_4(page_ids + page_of(unit + 5) % PAGE_RING, p.pages + page_of(unit + 5));
-            if (unit + 2 < limits[1])
-                request(p, parked[2], unit + 2, page_ids[page_of(unit + 2) % PAGE_RING],
-                        limits[2] - (unit + 2) * TILE_KEYS, shared, unknown);
-            cp_async_commit();
-            // Half of the warps score first, the others mix first: one's softmax runs beside the other's products.
-            const bool is_first = threadIdx.x < THREADS / 2;
-            if (is_first && unit < limits[1]) score_unit(unit);
+            // Half of the warps score first, the others mix first: one's softmax and requests run beside the other's products.
+            if (is_first) {
+                if (unit + 2 < limits[1])
+                    request<true>(p, parked[2], unit + 2, page_ids[page_of(unit + 2) % PAGE_RING],
+                                  limits[2] - (unit + 2) * TILE_KEYS, shared, unknown);
+                cp_async_commit();
+                if (unit < limits[1]) score_unit(unit);
+            }
             if (unit > limits[0]) mix_unit(unit - 1);
-            if (!is_first && unit < limits[1]) score_unit(unit);
+            if (!is_first) {
+                if (unit + 2 < limits[1])
+                    request<false>(p, parked[2], unit + 2, page_ids[page_of(unit + 2) % PAGE_RING],
+                                   limits[2] - (unit + 2) * TILE_KEYS, shared, unknown);
+                cp_async_commit();
+                if (unit < limits[1]) score_unit(unit);
+            }
             cp_async_wait<1>();
             unit += 1 + *unknown;
             if (unit < limits[1]) clear_scales(unit, limits[2] - unit * TILE_KEYS, shared);
