@@ -31,7 +31,7 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
     Workspace,
 )
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuning, linear_small_tuning
-from ninfer_runtime.backends.cuda.packing import PackedMatrix, activation_stride, unpack_matrix
+from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activation_stride, unpack_matrix
 
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
 SAMPLES = 9
@@ -302,12 +302,10 @@ def main() -> None:
             device: CudaDevice,
             size: int,
             n_tile_rows: int,
-            has_w8: bool,
-            *,
-            has_nvfp4: bool,
+            formats: frozenset[TileFormat],
             changes: dict[str, int] = changes,
         ) -> LinearSmallTuning:
-            found = linear_small_tuning(device, size, n_tile_rows, has_w8, has_nvfp4=has_nvfp4)
+            found = linear_small_tuning(device, size, n_tile_rows, formats)
             return dataclasses.replace(found, **changes)
 
         setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - the lab's own geometry in the product's place

@@ -35,7 +35,7 @@ WHOLE = 101_376
 LARGEST_ERROR = 1.0
 FINALISTS = 4
 TIMED_COLUMNS = {4: 1}
-PLAIN = LinearSmallTuning(48, 0, 8, 1, 1, 1, WHOLE, 12, 0)  # of sizes that are not timed
+PLAIN = LinearSmallTuning(48, 0, 8, 1, 1, 1, WHOLE, 12)  # of sizes that are not timed
 
 Geometry = dict[str, int]
 
@@ -43,13 +43,7 @@ Geometry = dict[str, int]
 def shape(warps: int, tile_rows: int, blocks: int, min_blocks: int, stages: int, **more: int) -> Geometry:
     """A candidate's fields."""
     first = {"warps": warps, "tile_rows": tile_rows, "blocks_per_sm": blocks, "min_blocks": min_blocks}
-    return {**first, "max_stages": stages, "x_columns": 0, **more}
-
-
-def held(geometry: Geometry, *choices: tuple[int, int]) -> list[Geometry]:
-    """The geometry alone, and with shares of the weights handed out in pieces of so many steps."""
-    pieces = [{"held_percent": percent, "piece_steps": steps} for percent, steps in choices]
-    return [geometry, *({**geometry, **how} for how in pieces)]
+    return {**first, "max_stages": stages, **more}
 
 
 SHARED = {"x_ahead": 0, "shared_x": 1}
@@ -57,36 +51,37 @@ SHARED = {"x_ahead": 0, "shared_x": 1}
 SHAPES: dict[int, dict[int, list[Geometry]]] = {
     4: {
         MIN_LARGE_TILE_ROWS: [
-            *held(shape(8, 2, 2, 2, 4), (12, 2), (20, 2), (20, 1), (30, 3)),
-            *held(shape(16, 1, 1, 1, 4), (20, 2)),
-            *held(shape(4, 2, 3, 4, 4), (20, 2)),
+            shape(8, 2, 2, 2, 4),
+            shape(8, 2, 2, 2, 4, x_ahead=0),
+            shape(16, 1, 1, 1, 4),
+            shape(16, 1, 1, 1, 6, x_ahead=0),
             shape(4, 2, 4, 4, 4),
-            shape(4, 2, 4, 5, 4, x_ahead=0),
-            *held(shape(8, 1, 2, 3, 6, x_ahead=0), (20, 2)),
-            *held(shape(8, 2, 1, 2, 12), (20, 2)),
-            *held(shape(16, 1, 1, 2, 12, group_sums=1, x_ahead=0), (20, 2)),
+            shape(8, 1, 3, 3, 6, x_ahead=0),
+            shape(8, 2, 1, 2, 12),
+            shape(16, 1, 1, 2, 12, group_sums=1, x_ahead=0),
         ],
         0: [
-            *held(shape(8, 2, 2, 2, 4, phases=8), (20, 2), (20, 1)),
-            *held(shape(8, 2, 2, 2, 4, phases=4), (20, 2), (20, 1)),
-            *held(shape(16, 1, 1, 1, 4), (20, 2)),
-            shape(16, 1, 1, 1, 4, phases=4),
-            shape(4, 2, 3, 4, 4, phases=4),
+            shape(8, 2, 2, 2, 4, phases=8),
+            shape(8, 2, 2, 2, 4, phases=4),
+            shape(16, 1, 1, 1, 4),
+            shape(16, 1, 1, 1, 6, x_ahead=0),
+            shape(16, 1, 1, 1, 4, phases=4, x_ahead=0),
             shape(4, 2, 4, 4, 4, phases=4),
-            shape(8, 1, 2, 3, 6, phases=8, x_ahead=0),
+            shape(8, 1, 3, 3, 6, phases=8, x_ahead=0),
             shape(8, 2, 1, 2, 12, phases=8),
         ],
     },
     8: {
         MIN_LARGE_TILE_ROWS: [
-            *held(shape(8, 2, 2, 2, 4), (12, 2), (20, 2)),
-            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            shape(8, 2, 2, 2, 4),
+            shape(16, 1, 1, 1, 4),
             shape(4, 2, 4, 4, 4),
         ],
         0: [
-            *held(shape(16, 1, 1, 1, 4), (20, 2)),
+            shape(16, 1, 1, 1, 4),
+            shape(16, 1, 1, 1, 6, x_ahead=0),
             shape(16, 1, 1, 1, 4, phases=2),
-            *held(shape(8, 2, 2, 2, 4, phases=4), (20, 2)),
+            shape(8, 2, 2, 2, 4, phases=4),
             shape(4, 2, 4, 4, 4, phases=2),
         ],
     },
@@ -113,7 +108,6 @@ SHAPES: dict[int, dict[int, list[Geometry]]] = {
             shape(16, 1, 1, 1, 12, **SHARED),
             shape(8, 2, 1, 1, 12, phases=2),
             shape(8, 2, 1, 1, 12, **SHARED),
-            {**shape(16, 1, 1, 1, 12), "x_columns": 128},
         ],
     },
 }
@@ -129,7 +123,7 @@ def candidates(size: int, min_tile_rows: int) -> list[LinearSmallTuning]:
 
 def describe(choice: LinearSmallTuning) -> str:
     """A candidate in a line."""
-    defaults = LinearSmallTuning(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    defaults = LinearSmallTuning(0, 0, 0, 0, 0, 0, 0, 0)
     rest = [
         f"{field.name} {getattr(choice, field.name)}"
         for field in dataclasses.fields(choice)[8:]
@@ -144,7 +138,7 @@ def describe(choice: LinearSmallTuning) -> str:
 def in_place(choice: LinearSmallTuning) -> None:
     """Give launches of the candidate's size its geometry."""
 
-    def tuned(device: object, size: int, n_tile_rows: int, has_w8: bool, *, has_nvfp4: bool) -> LinearSmallTuning:
+    def tuned(device: object, size: int, n_tile_rows: int, formats: object) -> LinearSmallTuning:
         return choice if size == choice.columns else PLAIN
 
     setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - in the product's place

@@ -18,7 +18,6 @@ from ninfer_runtime.backends.cuda.ops.linear_small import (
     Residual,
     RmsScale,
     Workspace,
-    cut_pieces,
     cut_spans,
     workspace_bytes,
 )
@@ -218,25 +217,21 @@ def test_nvfp4_shares_a_launch_and_keeps_its_own_divisor(four_sms: Bench, other:
     run_store(four_sms, weights, n_columns, rms=True, floats=False)
 
 
-HANDED_OUT = (
-    LinearSmallTuning(4, 0, 8, 2, 2, 2, 101_376, 4, 0, held_percent=25),
-    LinearSmallTuning(4, 0, 8, 2, 2, 2, 101_376, 3, 0, phases=4, held_percent=40, piece_steps=1),
-    LinearSmallTuning(8, 0, 4, 1, 2, 2, 101_376, 3, 0, held_percent=30, piece_steps=3),
+OTHER_GEOMETRIES = (
+    LinearSmallTuning(4, 0, 16, 1, 1, 2, 101_376, 4, phases=4, group_sums=1, x_ahead=0),
+    LinearSmallTuning(8, 0, 8, 2, 1, 2, 101_376, 3, group_sums=1),
+    LinearSmallTuning(24, 0, 4, 4, 1, 1, 101_376, 3, phases=2),
 )
 
 
-@pytest.mark.parametrize("geometry", HANDED_OUT)
-def test_rows_handed_out_in_pieces_give_the_product(
-    fresh_seed: int, geometry: LinearSmallTuning, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("geometry", OTHER_GEOMETRIES)
+def test_sums_of_groups_phases_and_tall_warps_give_the_product(
+    four_sms: Bench, geometry: LinearSmallTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_, **__: geometry)
-    with EmulatedDevice(n_sms=3) as device:
-        bench = Bench(device, fresh_seed)
-        weights = [bench.weight("Q4G64_F16S", 3000, 1000), bench.weight("BF16", 40, 1000)]
-        op = bench.op(weights, "store", geometry.columns)
-        assert op.plan_of(geometry.columns).pieces.n_pieces > 40
-        for n_columns in (1, geometry.columns):
-            run_store(bench, weights, n_columns, rms=True, floats=True)
+    monkeypatch.setattr(linear_small, "linear_small_tuning", lambda *_: geometry)
+    weights = [four_sms.weight(f, n, 1000) for f, n in (("Q5G64_F16S", 300), ("Q6G64_F16S", 90), ("BF16", 20))]
+    for n_columns in (geometry.columns - 3, geometry.columns):
+        run_store(four_sms, weights, n_columns, rms=True, floats=True)
 
 
 def test_two_w8_and_two_q6_matrices_share_a_launch(four_sms: Bench) -> None:
@@ -310,19 +305,6 @@ def test_a_result_that_is_nan_arrives_as_nan(bench: Bench) -> None:
     assert np.all(np.isnan(found[0]))
     assert not found[1].any()
     bench.check_workspace()
-
-
-def test_pieces_and_spans_share_a_matrix() -> None:
-    matrices = [PackedMatrix("a", "Q4G64_F16S", 4096, 5120), PackedMatrix("b", "Q5G64_F16S", 12280, 5120)]
-    geometry = LinearSmallTuning(8, 0, 8, 2, 2, 2, 101_376, 4, 0, held_percent=20, piece_steps=3)
-    pieces = cut_pieces(matrices, geometry)
-    assert (pieces.matrix, pieces.row_pieces) == (1, 14)  # 40 steps, three at a time
-    assert pieces.tile + pieces.n_pieces // 14 * 2 == 768
-    assert pieces.tile == 768 - 16 * pieces.n_row_blocks
-    spans = cut_spans(matrices, 16, 264, pieces)
-    assert spans.n_units == 40 * (16 + 48 - pieces.n_row_blocks)
-    held = pieces.n_row_blocks * 16 * 40 * 1344 / sum(m.n_bytes for m in matrices)
-    assert 0.18 < held < 0.22
 
 
 @pytest.mark.parametrize("max_blocks", [1, 7, 132, 170, 5000])

@@ -6,10 +6,6 @@
 // row block: that one has a lower index, does this row block last, and adds the others' sums in the order of indices.
 // Words of the workspace are all ones between launches, so a word that is not is the sum: no fence and no counter.
 //
-// HELD: row blocks at the end of a matrix stay out of the line. A warp that has done its steps takes pieces of theirs (its
-// MT tile rows, piece_steps of a phase) until none is left, and leaves the sums of each; which warp took a piece does not
-// matter to them. In the end some warps add the pieces of a row, in order.
-//
 // Weights: a ring of STAGES steps per warp in shared memory, which only its warp fills and reads; the first stages are
 // requested before the kernel ahead has ended.
 #pragma once
@@ -36,9 +32,6 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
-#endif
-#ifndef HELD
-#define HELD 0  // 1: the last row blocks of a matrix are handed out piece by piece to the warps that are done first
 #endif
 #ifndef RELEASE_EARLY
 #define RELEASE_EARLY 1
@@ -107,7 +100,7 @@ struct LinearSmallParams {
     void* out[MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16
     const uint16_t* x;
     const float* ss;           // fp32 [n_parts][T], parts of sum x^2; null: rstd = 1
-    float* workspace;          // HEADER_WORDS, per block ROW_TILES * NT * VALUES * 32, then pieces; EMPTY between launches
+    float* workspace;          // per block ROW_TILES * NT * VALUES * 32; EMPTY between launches
     float* residual;           // RESIDUAL: fp32 [T][n], added to
     uint16_t* normed;          // bf16 [T][normed_stride] = bf16(residual (1 + next_norm)); may be null
     const uint16_t* next_norm;
@@ -123,11 +116,6 @@ struct LinearSmallParams {
     int out_stride[MATRICES];
     int out_kind[MATRICES];    // STORE, MIXED: Kind
     float factor[MATRICES];    // of sums; 1 but for NVFP4
-    int held_matrix;           // HELD: whose last rows are handed out
-    int held_tile;             // first tile row of those
-    int held_pieces;
-    int row_pieces;            // of MT tile rows
-    int piece_steps;           // every PHASES-th
     int n_units;
     uint32_t span_weight;      // of a block; the first span_rest blocks have one more
     uint32_t span_rest;
@@ -139,10 +127,6 @@ struct LinearSmallParams {
     float inverse_hidden;
     float epsilon;
 };
-
-constexpr int HEADER_WORDS = 64;  // of the workspace: pieces taken, blocks done
-constexpr int QUEUE = 16;         // pieces that a warp has taken and not begun
-static_assert(!HELD || (NT == 1 && STAGES <= QUEUE), "pieces");
 
 DEVICE int phase_of_warp() { return warp_index() % PHASES; }
 
@@ -190,21 +174,6 @@ DEVICE Segment segment_at(const LinearSmallParams& p, int unit, int begin, int e
     return s;
 }
 
-// HELD: a piece; its steps are those of one phase from s.step on.
-DEVICE Segment piece_at(const LinearSmallParams& p, int piece) {
-    Segment s;
-    s.matrix = p.held_matrix;
-    const int row = piece / p.row_pieces, part = piece - row * p.row_pieces;
-    const int k_steps = p.k_steps[s.matrix];
-    s.step = part % PHASES + part / PHASES * (PHASES * p.piece_steps);
-    s.tile = p.held_tile + row * MT;
-    s.tiles = minimum(maximum(p.n_tiles[s.matrix] - s.tile, 0), MT);
-    s.first = 0;
-    s.length = minimum(p.piece_steps, (k_steps - s.step + PHASES - 1) / PHASES);
-    s.steps = s.length;
-    return s;
-}
-
 // The same address, which the compiler cannot compute again where it is used.
 DEVICE unsigned char* in_register(unsigned char* shared) {
 #ifdef NINFER_EMULATOR
@@ -222,16 +191,6 @@ struct WeightStream {
     int tiles;          // of this warp; 0 behind the end of the span
     int n_bytes;
     int row_bytes;
-    int* pieces;        // HELD: this warp's QUEUE places, filled in turn
-    int n_taken;
-
-    DEVICE void begin_segment(const LinearSmallParams& p, const Segment& s) {
-        left = s.steps;
-        tiles = s.tiles;
-        n_bytes = ONE_FORMAT ? SLOT : step_bytes(p.format[s.matrix]);
-        row_bytes = p.k_steps[s.matrix] * n_bytes;
-        at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + (s.step + s.first) * n_bytes + lane_id() * 16;
-    }
 
     DEVICE void open(const LinearSmallParams& p, int begin, int end) {
         tiles = 0;
@@ -240,20 +199,14 @@ struct WeightStream {
             const Segment s = segment_at(p, unit, begin, end);
             unit += s.length;
             if (PHASES > 1 && s.steps == 0) continue;
-            begin_segment(p, s);
+            left = s.steps;
+            tiles = s.tiles;
+            n_bytes = ONE_FORMAT ? SLOT : step_bytes(p.format[s.matrix]);
+            row_bytes = p.k_steps[s.matrix] * n_bytes;
+            at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + (s.step + s.first) * n_bytes +
+                 lane_id() * 16;
             return;
         }
-        if (HELD) take(p);
-    }
-
-    // HELD: the next piece, if any is left.
-    DEVICE void take(const LinearSmallParams& p) {
-        uint32_t ticket = 0;
-        if (lane_id() == 0) ticket = atomic_add_acq_rel(reinterpret_cast<uint32_t*>(p.workspace), 1u) + 1u;
-        const int piece = minimum(static_cast<int>(shfl(ticket, 0)), p.held_pieces);
-        if (lane_id() == 0) pieces[n_taken % QUEUE] = piece;
-        ++n_taken;
-        if (piece < p.held_pieces) begin_segment(p, piece_at(p, piece));
     }
 
     // Requests the next step into a slot, given by this lane's first piece; one group per call.
@@ -327,15 +280,11 @@ DEVICE float find_rstd(const LinearSmallParams& p, const float* scratch, int tok
 
 DEVICE float* workspace_of(const LinearSmallParams& p, int block) {
     const int place = block * ROW_WARPS + warp_index() / PHASES;
-    return p.workspace + HEADER_WORDS + place * (MT * NT * VALUES * WARP_LANES) + lane_id();
+    return p.workspace + place * (MT * NT * VALUES * WARP_LANES) + lane_id();
 }
 
-DEVICE float* place_of_piece(const LinearSmallParams& p, int piece) {
-    const int place = gridDim.x * ROW_WARPS + piece;
-    return p.workspace + HEADER_WORDS + place * (MT * NT * VALUES * WARP_LANES) + lane_id();
-}
-
-DEVICE void leave_sums(float* to, const Segment& s, const Sums& sums) {
+DEVICE void leave_sums(const LinearSmallParams& p, const Segment& s, const Sums& sums) {
+    float* to = workspace_of(p, blockIdx.x);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         if (m >= s.tiles) break;
@@ -361,13 +310,14 @@ DEVICE int count_others(const LinearSmallParams& p, int lane_begin, int row_end)
     return others;
 }
 
-// Adds what `others` have left for these tile rows, in their order: the first at `from`, each STRIDE words behind the one
-// before. Several words are on their way together: a round trip takes as long as some steps.
-template <int STRIDE>
-DEVICE void add_sums_left(float* from, const Segment& s, int others, Sums& sums) {
+// Adds what the `others` blocks behind this one have left for the row block, in the order of their indices. Several
+// words are on their way together: a round trip takes as long as some steps.
+DEVICE void add_sums_left(const LinearSmallParams& p, const Segment& s, int others, Sums& sums) {
     constexpr int WORDS = MT * NT * VALUES;
     constexpr int IN_FLIGHT = THREADS * MIN_BLOCKS > 512 ? 16 : THREADS * MIN_BLOCKS > 256 ? 32 : 64;  // registers
     constexpr int BATCH = WORDS >= IN_FLIGHT ? 1 : IN_FLIGHT / WORDS;
+    constexpr int STRIDE = ROW_WARPS * WORDS * WARP_LANES;  // from block to block
+    float* from = workspace_of(p, blockIdx.x + 1);
 #pragma unroll 1
     for (int first = 0; first < others; first += BATCH) {
         const int found = minimum(BATCH, others - first);
@@ -529,56 +479,15 @@ DEVICE void end_segment(const LinearSmallParams& p, const Segment& s, int lane_b
                         ResidualInputs& in, Sums& sums) {
     if (s.tiles == 0 || phase_of_warp() > 0) return;
     if (s.step > 0) {
-        leave_sums(workspace_of(p, blockIdx.x), s, sums);
+        leave_sums(p, s, sums);
         return;
     }
     if (EPILOGUE == RESIDUAL && NT > 1) in.load(p, s);  // above: registers
     const int others = count_others(p, lane_begin, unit + p.k_steps[s.matrix]);
-    add_sums_left<ROW_WARPS * MT * NT * VALUES * WARP_LANES>(workspace_of(p, blockIdx.x + 1), s, others, sums);
+    add_sums_left(p, s, others, sums);
     if constexpr (EPILOGUE == RESIDUAL) {
         finish_residual(p, s, in, sums);
     } else {
         finish(p, s, scratch, sums);
-    }
-}
-
-// HELD: adds the pieces of a row, every warp some of them, one row after the other in this block. Behind a barrier that this
-// block's pieces are done; words: WARPS * MT * NT * VALUES * 32 of shared memory.
-DEVICE void finish_pieces(const LinearSmallParams& p, const float* scratch, float* words) {
-    constexpr int COUNT = MT * NT * VALUES;
-    if (threadIdx.x == 0) {
-        uint32_t* header = reinterpret_cast<uint32_t*>(p.workspace);
-        if (atomic_add_acq_rel(header + 1, 1u) + 1u == gridDim.x - 1) {  // no block will take another piece
-            store_relaxed(p.workspace, __uint_as_float(EMPTY));
-            store_relaxed(p.workspace + 1, __uint_as_float(EMPTY));
-        }
-    }
-    const int n_rows = p.held_pieces / p.row_pieces, warp = warp_index();
-    const int first = p.row_pieces * warp / WARPS, behind = p.row_pieces * (warp + 1) / WARPS;
-#pragma unroll 1
-    for (int row = static_cast<int>(gridDim.x - 1 - blockIdx.x); row < n_rows; row += static_cast<int>(gridDim.x)) {
-        const Segment s = piece_at(p, row * p.row_pieces);
-        ResidualInputs in;
-        if (EPILOGUE == RESIDUAL && warp == 0) in.load(p, s);
-        Sums sums;
-        clear(sums);
-        add_sums_left<COUNT * WARP_LANES>(place_of_piece(p, row * p.row_pieces + first), s, behind - first, sums);
-        float* own = words + warp * (COUNT * WARP_LANES) + lane_id();
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) own[i * WARP_LANES] = sums[i / (NT * VALUES)][i / VALUES % NT][i % VALUES];
-        __syncthreads();
-        if (warp == 0) {
-#pragma unroll 1
-            for (int other = 1; other < WARPS; ++other)
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i)
-                    sums[i / (NT * VALUES)][i / VALUES % NT][i % VALUES] += own[(other * COUNT + i) * WARP_LANES];
-            if constexpr (EPILOGUE == RESIDUAL) {
-                finish_residual(p, s, in, sums);
-            } else {
-                finish(p, s, scratch, sums);
-            }
-        }
-        __syncthreads();
     }
 }

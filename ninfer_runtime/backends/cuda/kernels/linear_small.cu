@@ -1,947 +1,459 @@
 // y[token][row] = rstd[token] sum_k weight[row][k] x[token][k] for up to 48 tokens: weights in "tiles" (tiles.cuh),
 // x bf16 [T][x_stride], zero from K to x_stride. Up to MATRICES matrices of the same K in any mix of FORMATS.
 // Alignment: tiles 64 bytes, x and its rows 16, outputs 4. Codes and products are exact, sums fp32, scales multiply
-// sums of a group (NVFP4: the codes, exactly, and a factor the finished sums). Reference: backends/reference/linear.py; tolerance against float64 1e-5 |w||x| and one rounding.
+// sums of a group (NVFP4: the codes, exactly, and a factor the finished sums). Reference: backends/reference/linear.py;
+// tolerance against float64 1e-5 |w||x| and one rounding. Work and hand-over: linear_small.cuh.
 //
-// A row block is WARPS * MT tile rows, MT per warp; all warps walk the same columns. The line of (row block, step) units
-// of all matrices is cut into one span per block of the grid (the host weighs units by their bytes). A block that begins
-// inside a row block leaves those sums in the workspace for the block that begins the row block: that one has a lower
-// index, does this row block last, and adds the others' sums in the order of their indices.
-//
-// Up to SUMS_TILES tiles of tokens the operands keep their bias: mma starts from -bias * (sum of the group's x), which the
-// threads that stage the activations compute; above, subtracting from the codes costs less.
-//
-// Weights: a ring of STAGES steps per warp in shared memory, which only its warp fills and reads; the first stages are
-// requested before the kernel ahead has ended. Activations: X_COLUMNS columns at a time in two buffers that all warps
-// share, through registers, one barrier per X_COLUMNS. A token's row there is 64 bytes off a multiple of 128, so that
-// the 16-byte reads of a phase (two tokens, four lanes each) touch all banks.
-#include "tiles.cuh"
+// Activations go from global memory (L1) straight to registers as operand B, and warps do not meet in the main loop; or
+// (SHARED_X) through a ring that the block's warps share. With one tile of tokens the operands keep their bias: sums start
+// from -bias * (sum of the group's x), which GROUP_SUMS = 1 computes once per block (and so brings the block's x into L1),
+// GROUP_SUMS = 0 with mma; above, subtracting from the codes costs less.
+#include "linear_small.cuh"
 
-#ifndef FORMATS
-#define FORMATS 1  // bit f: format f occurs
+#ifndef GROUP_SUMS
+#define GROUP_SUMS 0
 #endif
-#ifndef NT
-#define NT 1  // tiles of 8 tokens
+#ifndef X_AHEAD
+#define X_AHEAD 1  // 1: activations of the step (above 8 tokens: group) to come are requested while one is multiplied
 #endif
-#ifndef MT
-#define MT 1
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef X_COLUMNS
-#define X_COLUMNS 0  // 0: activations from global memory (L1) straight to registers
-#endif
-#ifndef EPILOGUE
-#define EPILOGUE 0
+#ifndef SHARED_X
+#define SHARED_X 0  // 1: the block's warps share activations: a ring of STAGES steps, one barrier per step
 #endif
 
-#ifndef RELEASE_EARLY
-#define RELEASE_EARLY 1
-#endif
+constexpr int X_SLOT = SHARED_X ? TOKENS * 2 * largest_columns() : 0;
+constexpr int X_BYTES = STAGES * X_SLOT;
+static_assert(!SHARED_X || (PHASES == 1 && NT > 1), "shared activations");
+constexpr bool ANY_BIAS = (FORMATS & (1 << Q4 | 1 << Q5 | 1 << Q6)) != 0;
+constexpr bool WITH_SUMS = GROUP_SUMS && NT == 1 && ANY_BIAS;
 
-enum Epilogue { STORE, SWIGLU, RESIDUAL, MIXED };  // as in ops/linear_small.py; MIXED: STORE or SWIGLU by matrix
-enum Kind { BF16_ROWS, FLOAT_ROWS, PAIRS };        // of a matrix's results; PAIRS: gate and up, where MIXED
+// Where a lane reads activations: its token of every tile, and its 16 bytes of 32 columns.
+struct Rows {
+    const uint8_t* at[NT];
 
-constexpr int MATRICES = 4;
-constexpr int WARPS = THREADS / WARP_LANES;
-constexpr int ROW_TILES = WARPS * MT;
-constexpr int TOKENS = NT * 8;
-constexpr int SUMS_TILES = 2;
-constexpr bool DIRECT = X_COLUMNS == 0;
-constexpr bool WITH_SUMS = NT <= SUMS_TILES && !DIRECT;
-[[maybe_unused]] constexpr int GROUPS_AT_ONCE = NT == 1 ? 2 : 1;  // registers
-constexpr uint32_t EMPTY = 0xffffffffu;              // what the workspace holds between launches
-
-// A step of the ring: a block of tiles.cuh, for BF16 half of one, 32 columns.
-template <int F>
-struct Step {
-    static constexpr int COLUMNS = F == BF16 ? 32 : Tile<F>::STEP;
-    static constexpr int GROUPS = F == BF16 ? 1 : Tile<F>::GROUPS;
-    static constexpr int BYTES = F == BF16 ? 1024 : Tile<F>::BLOCK_BYTES;
-};
-
-__host__ __device__ constexpr int minimum_of(int a, int b) { return a < b ? a : b; }
-
-__host__ __device__ constexpr int step_bytes(int format) {
-    return format == Q4   ? Step<Q4>::BYTES
-           : format == Q5 ? Step<Q5>::BYTES
-           : format == Q6 ? Step<Q6>::BYTES
-           : format == W8 ? Step<W8>::BYTES
-           : format == BF16 ? Step<BF16>::BYTES
-                            : Step<NVFP4>::BYTES;
-}
-
-__host__ __device__ constexpr int largest_step() {
-    int bytes = 0;
-    for (int format = Q4; format <= NVFP4; ++format)
-        if ((FORMATS >> format & 1) && step_bytes(format) > bytes) bytes = step_bytes(format);
-    return bytes;
-}
-constexpr int SLOT = largest_step();
-constexpr bool ONE_FORMAT = (FORMATS & (FORMATS - 1)) == 0;
-constexpr bool WITH_FACTOR = FORMATS >> NVFP4 & 1;
-constexpr int STAGE_BYTES = MT * SLOT;
-constexpr int X_ROW_BYTES = X_COLUMNS * 2 + 64;
-constexpr int X_ROW_PIECES = DIRECT ? 1 : X_COLUMNS / 8;
-constexpr int X_GROUPS = X_COLUMNS / 64;
-constexpr int GROUP_SUMS_BYTES = WITH_SUMS ? NT * 64 : 0;  // float4 per two tokens: their sums, twice
-constexpr int X_BYTES = DIRECT ? 0 : TOKENS * X_ROW_BYTES + X_GROUPS * GROUP_SUMS_BYTES;
-constexpr int X_PIECES = DIRECT ? 1 : ceil_div(TOKENS * X_ROW_PIECES, THREADS);  // 16-byte pieces of a thread
-
-static_assert(NT >= 1 && NT <= 6 && MT >= 1 && STAGES >= 2 && X_COLUMNS % 128 == 0, "geometry");
-static_assert(THREADS % X_ROW_PIECES == 0 || X_ROW_PIECES % THREADS == 0, "rows of activations over threads");
-static_assert(2 * X_BYTES + WARPS * STAGES * STAGE_BYTES <= 101376, "shared memory");
-
-struct LinearSmallParams {
-    const uint8_t* tiles[MATRICES];
-    void* out[MATRICES];  // STORE: bf16 or fp32 [T][out_stride]; SWIGLU: bf16
-    const uint16_t* x;
-    const float* ss;           // fp32 [n_parts][T], parts of sum x^2; null: rstd = 1
-    float* workspace;          // per block WARPS * MT * NT * 4 * 32; EMPTY between launches
-    float* residual;           // RESIDUAL: fp32 [T][n], added to
-    uint16_t* normed;          // bf16 [T][normed_stride] = bf16(residual (1 + next_norm)); may be null
-    const uint16_t* next_norm;
-    float* ss_out;             // fp32 [tile rows][T]
-    int format[MATRICES];
-    int n_out[MATRICES];       // rows of the result
-    int n_tiles[MATRICES];
-    int k_steps[MATRICES];
-    uint32_t k_steps_inverse[MATRICES];  // 2^32 / k_steps, rounded up
-    int first_unit[MATRICES];  // of absent matrices: past the end
-    uint32_t unit_weight[MATRICES];
-    uint32_t first_weight[MATRICES];  // weight of the units before the matrix
-    int out_stride[MATRICES];
-    int out_kind[MATRICES];    // STORE, MIXED: Kind
-    float factor[MATRICES];    // of sums; 1 but for NVFP4
-    int held[5];               // of linear_direct.cu
-    int n_units;
-    uint32_t span_weight;      // of a block; the first span_rest blocks have one more
-    uint32_t span_rest;
-    int n_columns;
-    int x_stride;
-    int k_padded;
-    int n_parts;
-    int normed_stride;
-    float inverse_hidden;
-    float epsilon;
-};
-
-// A run of steps of one row block.
-struct Segment {
-    int matrix;
-    int tile;   // first tile row of this warp
-    int tiles;  // how many it has: 0..MT
-    int step;
-    int length;
-};
-
-// The first unit of a block's span: the nearest to its share of the weight. A span weighs at least the heaviest unit, so
-// no span is empty.
-DEVICE int span_begin(const LinearSmallParams& p, int block) {
-    if (block >= static_cast<int>(gridDim.x)) return p.n_units;
-    const uint32_t target = block * p.span_weight + minimum(static_cast<uint32_t>(block), p.span_rest);
-    int m = 0;
+    DEVICE void advance(int n_bytes) {
 #pragma unroll
-    for (int i = 1; i < MATRICES; ++i)
-        if (target >= p.first_weight[i]) m = i;
-    const uint32_t weight = p.unit_weight[m];
-    return p.first_unit[m] + static_cast<int>((target - p.first_weight[m] + weight / 2) / weight);
-}
+        for (int n = 0; n < NT; ++n) at[n] += n_bytes;
+    }
+};
 
-DEVICE Segment segment_at(const LinearSmallParams& p, int unit, int end) {
-    Segment s;
-    s.matrix = 0;
+// x of 32 columns.
+struct Columns {
+    uint4 piece[NT];
+
+    DEVICE void load(const Rows& rows, int column) {
 #pragma unroll
-    for (int m = 1; m < MATRICES; ++m)
-        if (unit >= p.first_unit[m]) s.matrix = m;
-    const int local = unit - p.first_unit[s.matrix];
-    const int k_steps = p.k_steps[s.matrix];
-    const int row_block = local / k_steps;
-    s.step = local - row_block * k_steps;
-    s.length = minimum(k_steps - s.step, end - unit);
-    s.tile = row_block * ROW_TILES + warp_index() * MT;
-    s.tiles = minimum(maximum(p.n_tiles[s.matrix] - s.tile, 0), MT);
-    return s;
-}
+        for (int n = 0; n < NT; ++n) piece[n] = load_16(rows.at[n] + column * 2);
+    }
+};
 
-// The same address, which the compiler cannot compute again where it is used.
-DEVICE unsigned char* in_register(unsigned char* shared) {
-#ifdef NINFER_EMULATOR
-    return shared;
-#else
-    return static_cast<unsigned char*>(__cvta_shared_to_generic(shfl(shared_address(shared), lane_id())));
-#endif
-}
+// Copies activations into the block's ring. A token's row of a step are its columns, 16-byte piece c at c ^ 4 for odd
+// tokens, so that the eight lanes of a phase (two tokens, four pieces) read all banks; BF16's 64 bytes do so as they are.
+struct TokenStream {
+    int column;    // of the next step
+    int columns;   // of a step
+    int left;      // steps until open() is due
+    int unit;      // where the next segment begins
+    int slot;      // byte of the next step's slot
 
-// The copying side of a warp's ring; goes through the block's span STAGES - 1 steps ahead.
-struct WeightStream {
-    const uint8_t* at;  // this lane's first piece of the next step's block
-    int left;           // steps until open() is due
-    int unit;           // where the next segment begins
-    int tiles;          // of this warp; 0 behind the end of the span
-    int n_bytes;
-    int row_bytes;
-
-    DEVICE void open(const LinearSmallParams& p, int end) {
-        tiles = 0;
+    DEVICE void open(const LinearSmallParams& p, int begin, int end) {
+        columns = 0;  // behind the end of the span
         left = 0x7fffffff;
         if (unit >= end) return;
-        const Segment s = segment_at(p, unit, end);
+        const Segment s = segment_at(p, unit, begin, end);
         unit += s.length;
         left = s.length;
-        tiles = s.tiles;
-        n_bytes = ONE_FORMAT ? SLOT : step_bytes(p.format[s.matrix]);
-        row_bytes = p.k_steps[s.matrix] * n_bytes;
-        at = p.tiles[s.matrix] + static_cast<size_t>(s.tile) * row_bytes + s.step * n_bytes + lane_id() * 16;
+        columns = step_columns(p.format[s.matrix]);
+        column = s.step * columns;
     }
 
-    // Requests the next step into a slot, given by this lane's first piece; one group per call.
-    DEVICE void request(unsigned char* to) {
+    DEVICE void request(const LinearSmallParams& p, unsigned char* ring) {
+        const int shift = columns == 128 ? 4 : columns == 64 ? 3 : 2;  // pieces of a row
+        const int n_pieces = columns == 0 ? 0 : p.n_columns << shift;
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            if (m < tiles) {
-#pragma unroll
-                for (int n = 0; n < ceil_div(SLOT, 512); ++n)
-                    if (n < 2 || static_cast<int>(lane_id()) * 16 + n * 512 < (ONE_FORMAT ? SLOT : n_bytes))
-                        cp_async_16(to + m * SLOT + n * 512, at + m * row_bytes + n * 512);
-            }
+        for (int i = 0; i < ceil_div(X_SLOT / 16, THREADS); ++i) {
+            const int index = static_cast<int>(threadIdx.x) + i * THREADS;
+            const int token = index >> shift, piece = index & ((1 << shift) - 1);
+            const int at = columns > 32 ? piece ^ (token & 1) * 4 : piece;
+            if (index < n_pieces)
+                cp_async_16(ring + slot + (token * (1 << shift) + at) * 16,
+                            p.x + token * p.x_stride + column + piece * 8);
         }
-        at += ONE_FORMAT ? SLOT : n_bytes;
-        cp_async_commit();
+        column += columns;
+        slot = slot == (STAGES - 1) * X_SLOT ? 0 : slot + X_SLOT;
     }
+};
+
+// What a warp carries from step to step.
+struct Walk {
+    WeightStream stream;
+    TokenStream tokens;        // SHARED_X
+    unsigned char* shared_x;   // its ring
+    int x_slot;                // byte of the step's slot there
+    unsigned char* ring_end;   // of this warp's ring
+    unsigned char* slot;       // of the step
+    unsigned char* freed;      // of the step before: the next request's
+    int token_bytes[NT];       // where this lane's token begins in x, and its 16 bytes of 32 columns
+    const float* sums;         // WITH_SUMS: this lane's token, [groups][TOKENS]
 };
 
 DEVICE float pair_sum(uint32_t pair) { return bf16_lo(pair) + bf16_hi(pair); }
 
-// One thread's share of X_COLUMNS columns of all tokens, on its way from global to shared memory.
-struct Activations {
-    uint4 pieces[X_PIECES];
-
-    DEVICE void fetch(const LinearSmallParams& p, int column) {
+// Sums of x over the groups that n_units steps from `column` on may touch; behind the last group comes the first.
+DEVICE void sum_groups(const LinearSmallParams& p, int column, int n_units, float* sums) {
+    constexpr int BATCH = 4;
+    int shift = 0;
+    while ((1 << shift) < p.n_columns) ++shift;
+    const int all = p.k_padded / 64, first = column / 64;
+    const int n_groups = minimum(all, ceil_div(n_units * 128, 64) + 1);
+    const int n_pieces = (n_groups << shift) * 8, lane = static_cast<int>(lane_id());
+#pragma unroll 1
+    for (int base = static_cast<int>(threadIdx.x) - lane; base < n_pieces; base += BATCH * THREADS) {
+        uint4 pieces[BATCH];
 #pragma unroll
-        for (int i = 0; i < X_PIECES; ++i) {
-            const int index = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int token = index / X_ROW_PIECES, at = column + index % X_ROW_PIECES * 8;
-            if (token < p.n_columns && at < p.k_padded) pieces[i] = load_16(p.x + token * p.x_stride + at);
+        for (int b = 0; b < BATCH; ++b) {
+            const int piece = base + b * THREADS + lane, token = piece >> 3 & ((1 << shift) - 1);
+            const int at = first + (piece >> 3 >> shift), group = at >= all ? at - all : at;
+            pieces[b] = uint4{0, 0, 0, 0};
+            if (piece < n_pieces && token < p.n_columns)
+                pieces[b] = load_16(p.x + token * p.x_stride + group * 64 + (piece & 7) * 8);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int piece = base + b * THREADS + lane, token = piece >> 3 & ((1 << shift) - 1);
+            const int at = first + (piece >> 3 >> shift), group = at >= all ? at - all : at;
+            float sum = (pair_sum(pieces[b].x) + pair_sum(pieces[b].y)) + (pair_sum(pieces[b].z) + pair_sum(pieces[b].w));
+#pragma unroll
+            for (int mask = 1; mask < 8; mask <<= 1) sum += shfl_xor(sum, mask);
+            if (piece < n_pieces && token < p.n_columns && (piece & 7) == 0) sums[group * TOKENS + token] = sum;
         }
     }
-
-    // minus_bias: of the format that these columns will be multiplied with.
-    DEVICE void store(const LinearSmallParams& p, unsigned char* buffer, float minus_bias) const {
-#pragma unroll
-        for (int i = 0; i < X_PIECES; ++i) {
-            const int index = static_cast<int>(threadIdx.x) + i * THREADS;
-            const int token = index / X_ROW_PIECES, piece = index % X_ROW_PIECES;
-            if (token < p.n_columns)
-                *reinterpret_cast<uint4*>(buffer + token * X_ROW_BYTES + piece * 16) = pieces[i];
-            if constexpr (WITH_SUMS) {
-                if ((index - static_cast<int>(lane_id())) / X_ROW_PIECES >= p.n_columns) continue;  // the whole warp
-                float sum = (pair_sum(pieces[i].x) + pair_sum(pieces[i].y)) +
-                            (pair_sum(pieces[i].z) + pair_sum(pieces[i].w));
-#pragma unroll
-                for (int mask = 1; mask < 8; mask <<= 1) sum += shfl_xor(sum, mask);
-                if (token < p.n_columns && piece % 8 == 0) {
-                    float* to = reinterpret_cast<float*>(buffer + TOKENS * X_ROW_BYTES +
-                                                         piece / 8 * GROUP_SUMS_BYTES + token / 2 * 16);
-                    to[token % 2] = sum * minus_bias;
-                    to[token % 2 + 2] = sum * minus_bias;
-                }
-            }
-        }
-    }
-};
-
-DEVICE float minus_bias_of(int format) {
-    return format == Q4 ? -tile_bias<Q4>() : format == Q5 ? -tile_bias<Q5>() : -tile_bias<Q6>();
 }
 
-using Sums = float[MT][NT][4];
+// sums += scale * parts of a tile row; parts in the order of a mma's results.
+template <int N>
+DEVICE void add_scaled(float (&sums)[N], const float (&parts)[4], float scale, float scale8) {
+#pragma unroll
+    for (int k = 0; k < LANE_TOKENS; ++k) {
+        sums[k] += scale * parts[k];
+        sums[k + LANE_TOKENS] += scale8 * parts[k + 2];
+    }
+}
 
-DEVICE void clear(Sums& sums) {
+DEVICE void add_parts_of(Sums& sums, const float (&parts)[MT][NT][4]) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int i = 0; i < NT * 4; ++i) sums[m][i / 4][i % 4] = 0.0f;
+        for (int n = 0; n < NT; ++n) add_scaled(sums[m][n], parts[m][n], 1.0f, 1.0f);
 }
 
-DEVICE void add_scaled(Sums& sums, Sums& parts, const float (&scale)[MT], const float (&scale8)[MT]) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            sums[m][n][0] += scale[m] * parts[m][n][0];
-            sums[m][n][1] += scale[m] * parts[m][n][1];
-            sums[m][n][2] += scale8[m] * parts[m][n][2];
-            sums[m][n][3] += scale8[m] * parts[m][n][3];
-        }
-    }
-}
+// One step: sums += (two mma per 32 columns) * scales. Requests the step STAGES - 1 ahead behind its own first reads.
+// x: where the step's activations are, or X_AHEAD: those behind `ahead`, which holds the step's (with several tiles of
+// tokens its first group's) and in the end those `following` bytes on. group_sums: the step's first group.
+constexpr int AHEAD_PIECES = !X_AHEAD ? 1 : NT == 1 ? 4 : 2;
 
-// Where a lane reads a step's activations: its token row and piece in the first tile of tokens, and its two tokens' sums.
-// Rows of missing tokens hold anything: they make columns that nobody reads.
-struct Columns {
-    const unsigned char* row;
-    const unsigned char* sums;
-
-    DEVICE uint4 operand(int n, int half) const {
-        return *reinterpret_cast<const uint4*>(row + n * 8 * X_ROW_BYTES + half * 64);
-    }
-};
-
-// The two mma of 32 columns for the n-th tile of tokens.
-DEVICE void multiply_half(Sums& sums, const uint32_t (&a)[MT][2][4], int n, const uint4& b) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m) mma_bf16(sums[m][n], a[m][0], b.x, b.y);
-#pragma unroll
-    for (int m = 0; m < MT; ++m) mma_bf16(sums[m][n], a[m][1], b.z, b.w);
-}
-
-// A lane's weights of an NVFP4 step; tile row m's block is at slot + m * SLOT.
-struct Fp4Step {
-    static constexpr bool READ_AHEAD = NT <= 2;  // the words of both groups at once: registers
-
-    uint4 blocks[MT];
-    uint32_t words[READ_AHEAD ? 2 : 1][MT][Tile<NVFP4>::WORDS];
-    uint32_t scales[MT][2];  // of the group in work
-
-    DEVICE void read_words(const unsigned char* slot, int group, int lane) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m) tile_words<NVFP4>(words[READ_AHEAD ? group : 0][m], slot + m * SLOT, group, lane);
-    }
-
-    DEVICE void read(const unsigned char* slot, int lane) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m) blocks[m] = fp4_block_scales(slot + m * SLOT, lane);
-        read_words(slot, 0, lane);
-        if constexpr (READ_AHEAD) read_words(slot, 1, lane);
-    }
-
-    DEVICE void begin_group(int group, int lane) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            scales[m][0] = fp4_scales(group ? blocks[m].y : blocks[m].x, lane);
-            scales[m][1] = fp4_scales(group ? blocks[m].w : blocks[m].z, lane);
-        }
-    }
-
-    DEVICE void operands(uint32_t (&a)[MT][2][4], int group, int half) const {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) fp4_operand(a[m][j], words[READ_AHEAD ? group : 0][m], 2 * half + j, scales[m]);
-    }
-};
-
-// sums += (two mma per 32 columns) * scales for one step; tile row m's block is at slot + m * SLOT. Requests the step
-// STAGES - 1 ahead into `freed` behind its own first reads, which would wait for the copies' addresses otherwise.
 template <int F>
-DEVICE void multiply(const unsigned char* slot, const Columns& x, WeightStream& stream, unsigned char* freed, Sums& sums) {
-    constexpr bool BIASED = WITH_SUMS && tile_bias<F>() != 0;
-    constexpr int GROUPS = Step<F>::GROUPS;
-    constexpr bool READ_AHEAD = GROUPS_AT_ONCE == 2;  // the words of all groups; with one tile of tokens, activations too
+DEVICE void multiply(const LinearSmallParams& p, Walk& walk, Rows& x, int following, Columns (&ahead)[AHEAD_PIECES], const float* group_sums,
+                     Sums& sums) {
+    constexpr int GROUPS = Step<F>::GROUPS, GROUP_PIECES = Step<F>::COLUMNS / 32 / GROUPS;
+    constexpr int TOGETHER = NT == 1 ? GROUPS : 1;  // groups that are multiplied in turns: chains of mma
+    constexpr int TAKEN = TOGETHER * GROUP_PIECES;
     const int lane = static_cast<int>(lane_id());
+    const unsigned char* slot = walk.slot;
+    const auto request = [&]() {
+        if (SHARED_X) walk.tokens.request(p, walk.shared_x);
+        walk.stream.request(walk.freed + lane * 16);
+    };
+    const unsigned char* shared_row = walk.shared_x + walk.x_slot + (lane >> 2) * Step<F>::COLUMNS * 2 + (lane & 3) * 16;
+    const int odd = F == BF16 ? 0 : (lane >> 2 & 1) * 64;
+    // Activations of TOGETHER groups; those of the ones behind are requested.
+    const auto take = [&](int group, Columns (&taken)[TAKEN]) {
+        const bool is_last = group + TOGETHER >= GROUPS;
+        if (!SHARED_X && X_AHEAD && is_last) x.advance(following);
+#pragma unroll
+        for (int i = 0; i < TAKEN; ++i) {
+            if (SHARED_X) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                    taken[i].piece[n] = *reinterpret_cast<const uint4*>(
+                        shared_row + n * 8 * Step<F>::COLUMNS * 2 + (group + i / 2) * 128 + (i % 2 * 64 ^ odd));
+            } else if (X_AHEAD) {
+                taken[i] = ahead[i % AHEAD_PIECES];
+                ahead[i % AHEAD_PIECES].load(x, (is_last ? 0 : (group + TOGETHER) * 64) + 32 * i);
+            } else {
+                taken[i].load(x, group * 64 + 32 * i);
+            }
+        }
+        if (!SHARED_X && !X_AHEAD && is_last) x.advance(following);
+    };
     if constexpr (F == BF16) {
-        uint4 a[MT][2];
+        uint4 words[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                a[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
-        stream.request(freed);
+                words[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
+        request();
+        Columns b[TAKEN];
+        take(0, b);
+        float parts[MT][NT][4] = {};
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const uint4 b = x.operand(n, 0);
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
-                mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
-            }
-        }
-    } else if constexpr (F == NVFP4) {
-        Fp4Step step;
-        step.read(slot, lane);
-        stream.request(freed);
-#pragma unroll GROUPS_AT_ONCE
-        for (int group = 0; group < GROUPS; ++group) {
-            if (group > 0 && !Fp4Step::READ_AHEAD) step.read_words(slot, group, lane);
-            step.begin_group(group, lane);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t a[MT][2][4];
-                step.operands(a, group, half);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) multiply_half(sums, a, n, x.operand(n, 2 * group + half));
-            }
-        }
-    } else {
-        uint2 scales[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) scales[m] = tile_scales<F>(slot + m * SLOT, lane);
-        uint32_t all_words[READ_AHEAD ? GROUPS : 1][MT][Tile<F>::WORDS];
-        uint4 all_x[NT == 1 ? GROUPS * 2 : 1];
-        if constexpr (READ_AHEAD) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-                for (int m = 0; m < MT; ++m) tile_words<F>(all_words[group][m], slot + m * SLOT, group, lane);
-            if constexpr (NT == 1) {
-#pragma unroll
-                for (int half = 0; half < GROUPS * 2; ++half) all_x[half] = x.operand(0, half);
-            }
-            stream.request(freed);
-        }
-#pragma unroll GROUPS_AT_ONCE
-        for (int group = 0; group < GROUPS; ++group) {
-            auto& words = all_words[READ_AHEAD ? group : 0];
-            if constexpr (!READ_AHEAD) {
-#pragma unroll
-                for (int m = 0; m < MT; ++m) tile_words<F>(words[m], slot + m * SLOT, group, lane);
-                if (group == 0) stream.request(freed);
-            }
-            Sums parts;
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float4 start = {0.0f, 0.0f, 0.0f, 0.0f};
-                if constexpr (BIASED)
-                    start = *reinterpret_cast<const float4*>(x.sums + group * GROUP_SUMS_BYTES + n * 64);
+            for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    parts[m][n][0] = start.x;
-                    parts[m][n][1] = start.y;
-                    parts[m][n][2] = start.z;
-                    parts[m][n][3] = start.w;
+                    const uint4 v = b[0].piece[n];
+                    mma_bf16(parts[m][n], {words[m][j].x, words[m][j].y, words[m][j].z, words[m][j].w}, j ? v.z : v.x,
+                             j ? v.w : v.y);
                 }
-            }
-            float scale[MT], scale8[MT];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t a[MT][2][4];
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], words[m], 2 * half + j);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4 b = NT == 1 && READ_AHEAD ? all_x[2 * group + half] : x.operand(n, 2 * group + half);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][1], b.z, b.w);
-                }
-                if (F != W8 && half == 0) continue;
-                const bool second = F == W8 ? half == 1 : group == 1;  // of the step's two scales
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    scale[m] = second ? half_hi(scales[m].x) : half_lo(scales[m].x);
-                    scale8[m] = second ? half_hi(scales[m].y) : half_lo(scales[m].y);
-                }
-                add_scaled(sums, parts, scale, scale8);
-                if (F == W8 && half == 0) clear(parts);
-            }
-        }
-    }
-}
-
-// DIRECT: activations of the unit to come, on their way from global memory: 16-byte pieces of this lane's token rows. A
-// unit is a step, with several tiles of tokens a 64-column group: registers.
-constexpr int UNIT_PIECES = NT == 1 ? 4 : 2;
-
-struct DirectColumns {
-    uint4 pieces[NT][UNIT_PIECES];
-
-    // COUNT pieces, 32 columns each, from a column on.
-    template <int COUNT>
-    DEVICE void fetch(const uint8_t* const (&rows)[NT], int column) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) pieces[n][i] = load_16(rows[n] + column * 2 + i * 64);
-    }
-
-    // The unit at a column; behind the end of a row block, the next one's first, of whichever format.
-    template <int COUNT>
-    DEVICE void fetch_next(const uint8_t* const (&rows)[NT], int column, int end) {
-        if (column < end) {
-            fetch<COUNT>(rows, column);
-        } else {
-            fetch<UNIT_PIECES>(rows, 0);
-        }
-    }
-};
-
-// multiply() with activations in registers: next holds the step's first unit, and in the end the following step's.
-template <int F>
-DEVICE void multiply_direct(const unsigned char* slot, const uint8_t* const (&rows)[NT], int column, int column_end,
-                            DirectColumns& next, WeightStream& stream, unsigned char* freed, Sums& sums) {
-    constexpr int UNIT = NT == 1 ? Step<F>::COLUMNS : minimum_of(Step<F>::COLUMNS, 64);  // columns
-    const int lane = static_cast<int>(lane_id());
-    if constexpr (F == BF16) {
-        const DirectColumns x = next;
-        next.fetch_next<UNIT / 32>(rows, column + UNIT, column_end);
-        uint4 a[MT][2];
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                a[m][j] = *reinterpret_cast<const uint4*>(slot + m * SLOT + j * 512 + lane * 16);
-        stream.request(freed);
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const uint4 b = x.pieces[n][0];
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                mma_bf16(sums[m][n], {a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w}, b.x, b.y);
-                mma_bf16(sums[m][n], {a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w}, b.z, b.w);
-            }
-        }
-    } else if constexpr (F == NVFP4) {
-        Fp4Step step;
-        step.read(slot, lane);
-        stream.request(freed);
-        DirectColumns x;
-#pragma unroll
-        for (int group = 0; group < Step<F>::GROUPS; ++group) {
-            if (NT > 1 || group == 0) {
-                x = next;
-                next.fetch_next<UNIT / 32>(rows, column + (group + 1) * UNIT, column_end);
-            }
-            if (group > 0 && !Fp4Step::READ_AHEAD) step.read_words(slot, group, lane);
-            step.begin_group(group, lane);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t a[MT][2][4];
-                step.operands(a, group, half);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) multiply_half(sums, a, n, x.pieces[n][(NT == 1 ? 2 * group : 0) + half]);
-            }
-        }
+        add_parts_of(sums, parts);
     } else {
-        constexpr int GROUPS = Step<F>::GROUPS;
-        constexpr bool BIASED = NT == 1 && tile_bias<F>() != 0;  // the correction: mma with -bias for every element
-        constexpr uint32_t MINUS = (0xc300u | tile_bias<F>() % 128) * 0x10001u;
-        const uint32_t minus[4] = {MINUS, MINUS, MINUS, MINUS};
-        uint2 scales[MT];
-        constexpr int AHEAD = NT <= 2 ? GROUPS : 1;  // groups whose words are read at once: registers
+        constexpr bool BIASED = NT == 1 && tile_bias<F>() != 0;
+        constexpr bool ADD_BIAS = BIASED && WITH_SUMS;  // to parts, not as their start
+        constexpr int AHEAD = NT <= 2 ? GROUPS : 1;     // groups whose words are read at once: registers
+        constexpr int SPLITS = F == W8 ? 2 : 1;         // scales of a group's columns
+        constexpr int M_BLOCK = NT == 1 || NT * MT <= 8 ? MT : NT <= 4 && MT % 2 == 0 ? 2 : 1;  // tile rows at a time
         uint32_t words[AHEAD][MT][Tile<F>::WORDS];
+        uint2 scales[F == NVFP4 ? 1 : MT];
+        uint4 scales4[F == NVFP4 ? MT : 1];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            scales[m] = tile_scales<F>(slot + m * SLOT, lane);
+            if constexpr (F == NVFP4)
+                scales4[m] = fp4_block_scales(slot + m * SLOT, lane);
+            else
+                scales[m] = tile_scales<F>(slot + m * SLOT, lane);
 #pragma unroll
             for (int group = 0; group < AHEAD; ++group) tile_words<F>(words[group][m], slot + m * SLOT, group, lane);
         }
-        stream.request(freed);
-        DirectColumns x;
+        request();
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            if (NT > 1 || group == 0) {
-                x = next;
-                next.fetch_next<UNIT / 32>(rows, column + (group + 1) * UNIT, column_end);
+        for (int first = 0; first < GROUPS; first += TOGETHER) {
+            Columns b[TAKEN];
+            take(first, b);
+            if (first >= AHEAD) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) tile_words<F>(words[first % AHEAD][m], slot + m * SLOT, first, lane);
             }
-            const int piece = NT == 1 ? 2 * group : 0;
-            auto& group_words = words[group % AHEAD];
-            if (group >= AHEAD) {
+            float biases[TOGETHER][LANE_TOKENS], start[TOGETHER][4] = {};
 #pragma unroll
-                for (int m = 0; m < MT; ++m) tile_words<F>(group_words[m], slot + m * SLOT, group, lane);
-            }
-            Sums parts;
+            for (int i = 0; i < TOGETHER; ++i) {
+                if constexpr (ADD_BIAS) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float start[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                if constexpr (BIASED) {
+                    for (int k = 0; k < LANE_TOKENS; ++k)
+                        biases[i][k] = group_sums[(first + i) * TOKENS + k] * static_cast<float>(-tile_bias<F>());
+                } else if constexpr (BIASED) {
+                    constexpr uint32_t MINUS = (0xc300u | tile_bias<F>() % 128) * 0x10001u;
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint4 b = x.pieces[n][piece + half];
-                        mma_bf16(start, minus, b.x, b.y);
-                        mma_bf16(start, minus, b.z, b.w);
+                        const uint4 v = b[i * 2 + half].piece[0];
+                        mma_bf16(start[i], {MINUS, MINUS, MINUS, MINUS}, v.x, v.y);
+                        mma_bf16(start[i], {MINUS, MINUS, MINUS, MINUS}, v.z, v.w);
+                    }
+                }
+            }
+#pragma unroll
+            for (int m0 = 0; m0 < MT; m0 += M_BLOCK) {
+                float parts[TOGETHER][SPLITS][M_BLOCK][NT][4];
+                uint32_t pairs[TOGETHER][M_BLOCK][2];  // NVFP4: scales of rows g and g + 8
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                    for (int m = 0; m < M_BLOCK; ++m) {
+                        if constexpr (F == NVFP4) {
+                            const uint4 both = scales4[m0 + m];
+                            pairs[i][m][0] = fp4_scales(first + i ? both.y : both.x, lane);
+                            pairs[i][m][1] = fp4_scales(first + i ? both.w : both.z, lane);
+                        }
+#pragma unroll
+                        for (int n = 0; n < SPLITS * NT * 4; ++n)
+                            parts[i][n / (NT * 4)][m][n / 4 % NT][n % 4] = start[i][n % 4];
+                    }
+#pragma unroll
+                for (int turn = 0; turn < 4; ++turn) {
+                    const int j = SPLITS == 2 ? turn % 2 * 2 + turn / 2 : turn;  // the chains of both halves in turns
+#pragma unroll
+                    for (int i = 0; i < TOGETHER; ++i) {
+                        uint32_t a[M_BLOCK][4];
+#pragma unroll
+                        for (int m = 0; m < M_BLOCK; ++m) {
+                            if constexpr (F == NVFP4)
+                                fp4_operand(a[m], words[(first + i) % AHEAD][m0 + m], j, pairs[i][m]);
+                            else
+                                tile_operand<F, !BIASED>(a[m], words[(first + i) % AHEAD][m0 + m], j);
+                        }
+#pragma unroll
+                        for (int n = 0; n < NT; ++n) {
+                            const uint4 v = b[i * 2 + j / 2].piece[n];
+#pragma unroll
+                            for (int m = 0; m < M_BLOCK; ++m)
+                                mma_bf16(parts[i][SPLITS == 2 ? j / 2 : 0][m][n], a[m], j % 2 ? v.z : v.x,
+                                         j % 2 ? v.w : v.y);
+                        }
                     }
                 }
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
+                for (int i = 0; i < TOGETHER; ++i)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) parts[m][n][i] = start[i];
-            }
-            float scale[MT], scale8[MT];
+                    for (int m = 0; m < M_BLOCK; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t a[MT][2][4];
+                        for (int split = 0; split < SPLITS; ++split) {
+                            float scale = 1.0f, scale8 = 1.0f;
+                            if constexpr (F != NVFP4) {
+                                const uint2 both = scales[m0 + m];
+                                const bool second = SPLITS == 2 ? split == 1 : first + i == 1;
+                                scale = second ? half_hi(both.x) : half_lo(both.x);
+                                scale8 = second ? half_hi(both.y) : half_lo(both.y);
+                            }
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
+                            for (int n = 0; n < NT; ++n) {
+                                auto& part = parts[i][split][m][n];
+                                if constexpr (ADD_BIAS) {
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) tile_operand<F, !BIASED>(a[m][j], group_words[m], 2 * half + j);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4 b = x.pieces[n][piece + half];
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][0], b.x, b.y);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) mma_bf16(parts[m][n], a[m][1], b.z, b.w);
-                }
-                if (F != W8 && half == 0) continue;
-                const bool second = F == W8 ? half == 1 : group == 1;  // of the step's two scales
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    scale[m] = second ? half_hi(scales[m].x) : half_lo(scales[m].x);
-                    scale8[m] = second ? half_hi(scales[m].y) : half_lo(scales[m].y);
-                }
-                add_scaled(sums, parts, scale, scale8);
-                if (F == W8 && half == 0) clear(parts);
+                                    for (int k = 0; k < LANE_TOKENS; ++k) {
+                                        part[k] += biases[i][k];
+                                        part[k + 2] += biases[i][k];
+                                    }
+                                }
+                                add_scaled(sums[m0 + m][n], part, scale, scale8);
+                            }
+                        }
             }
         }
     }
 }
 
-// What a block carries from segment to segment.
-struct Walk {
-    WeightStream stream;
-    unsigned char* ring;    // this warp's, and this lane's first piece in it
-    unsigned char* shared_x;
-    int slot;               // byte of the step's slot in the ring
-    int buffer;             // byte of the current activations: 0 or X_BYTES
-    int row;                // byte of this lane's token row and piece
-    const uint8_t* rows[NT];  // DIRECT: this lane's token rows and piece in global memory
-    DirectColumns columns;    // DIRECT: of the step to come
-};
-
-// run_segment without shared activations: the columns of the step to come are read while this step is multiplied.
+// Sums of this warp's steps of a segment.
 template <int F>
-DEVICE void run_direct(const LinearSmallParams& p, const Segment& s, int end, Walk& walk, Sums& sums) {
-    int column = s.step * Step<F>::COLUMNS;
-    int steps = s.length;
+DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end, Walk& walk, Sums& sums) {
+    constexpr int COLUMNS = Step<F>::COLUMNS;
+    constexpr int FIRST = COLUMNS / 32 < AHEAD_PIECES ? COLUMNS / 32 : AHEAD_PIECES;
+    constexpr int FOLLOWING = PHASES * COLUMNS * 2;
+    if (s.steps == 0) return;
+    const int column = (s.step + s.first) * COLUMNS;
+    Rows x = {};
+#pragma unroll
+    for (int n = 0; n < (SHARED_X ? 0 : NT); ++n)
+        x.at[n] = reinterpret_cast<const uint8_t*>(p.x) + static_cast<uint32_t>(walk.token_bytes[n] + column * 2);
+    const float* group_sums = walk.sums + column / 64 * TOKENS;
+    Columns ahead[AHEAD_PIECES];
+    if (X_AHEAD && !SHARED_X) {
+#pragma unroll
+        for (int i = 0; i < FIRST; ++i) ahead[i].load(x, 32 * i);
+    }
+    int steps = s.steps;
+#pragma unroll 1
     while (steps > 0) {
-        const int run = minimum(steps, walk.stream.left);
-        steps -= run;
-        walk.stream.left -= run;
+        int n = minimum(steps, walk.stream.left);
+        steps -= n;
+        walk.stream.left -= n;
 #pragma unroll 1
-        for (int i = 0; i < run; ++i) {
-            cp_async_wait<STAGES - 2>();
-            warp_sync();
-            const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
-            multiply_direct<F>(walk.ring + walk.slot, walk.rows, column, p.k_padded, walk.columns, walk.stream,
-                               walk.ring + lane_id() * 16 + freed, sums);
-            walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
-            column += Step<F>::COLUMNS;
-        }
-        if (walk.stream.left == 0) walk.stream.open(p, end);
-    }
-}
-
-// Sums of a segment of format F; next_format: of the segment behind it, negative when it is the block's last.
-template <int F>
-DEVICE void run_segment(const LinearSmallParams& p, const Segment& s, int next_format, int end, Walk& walk, Sums& sums) {
-    constexpr int CHUNK = X_COLUMNS / Step<F>::COLUMNS;
-    int column = s.step * Step<F>::COLUMNS;
-    for (int done = 0; done < s.length; done += CHUNK) {
-        const bool inside = done + CHUNK < s.length;
-        Activations ahead;
-        column += X_COLUMNS;
-        if (inside || next_format >= 0) ahead.fetch(p, inside ? column : 0);
-        Columns x;
-        x.row = walk.shared_x + walk.buffer + walk.row;
-        x.sums = walk.shared_x + walk.buffer + TOKENS * X_ROW_BYTES + (lane_id() & 3) * 16;
-        int steps = minimum(CHUNK, s.length - done);
-        while (steps > 0) {
-            const int run = minimum(steps, walk.stream.left);
-            steps -= run;
-            walk.stream.left -= run;
-#pragma unroll 1
-            for (int i = 0; i < run; ++i) {
-                cp_async_wait<STAGES - 2>();
-                warp_sync();
-                const int freed = walk.slot == 0 ? (STAGES - 1) * STAGE_BYTES : walk.slot - STAGE_BYTES;
-                multiply<F>(walk.ring + walk.slot, x, walk.stream, walk.ring + lane_id() * 16 + freed, sums);
-                walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
-                x.row += Step<F>::COLUMNS * 2;
-                x.sums += Step<F>::COLUMNS / 64 * GROUP_SUMS_BYTES;
-            }
-            if (walk.stream.left == 0) walk.stream.open(p, end);
-        }
-        walk.buffer ^= X_BYTES;
-        if (inside || next_format >= 0) {
-            ahead.store(p, walk.shared_x + walk.buffer, minus_bias_of(inside ? F : next_format));
-        }
-        __syncthreads();
-    }
-}
-
-template <int F>
-DEVICE void run(const LinearSmallParams& p, const Segment& s, int next_format, int end, Walk& walk, Sums& sums) {
-    if constexpr (DIRECT) {
-        run_direct<F>(p, s, end, walk, sums);
-    } else {
-        run_segment<F>(p, s, next_format, end, walk, sums);
-    }
-}
-
-DEVICE float* workspace_of(const LinearSmallParams& p, int block) {
-    return p.workspace + (block * WARPS + warp_index()) * (MT * NT * 4 * WARP_LANES) + lane_id();
-}
-
-DEVICE void leave_sums(const LinearSmallParams& p, const Segment& s, const Sums& sums) {
-    float* to = workspace_of(p, blockIdx.x);
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        if (m >= s.tiles) break;
-#pragma unroll
-        for (int i = 0; i < NT * 4; ++i) {
-            const float value = sums[m][i / 4][i % 4];
-            // The one NaN that would look like an empty word becomes another.
-            const float stored = value == value ? value : __uint_as_float(0x7fc00000u);
-            store_relaxed(to + (m * NT * 4 + i) * WARP_LANES, stored);
-        }
-    }
-}
-
-// Adds what the `others` blocks behind this one have left for the row block, in the order of their indices. Several
-// blocks' words are on their way together: a round trip takes as long as some steps.
-DEVICE void add_sums_left(const LinearSmallParams& p, const Segment& s, int others, Sums& sums) {
-    constexpr int WORDS = MT * NT * 4;
-    constexpr int BATCH = WORDS >= 16 ? 1 : 16 / WORDS;
-    float* from = workspace_of(p, blockIdx.x);
-    constexpr int BLOCK_WORDS = WARPS * WORDS * WARP_LANES;
-    for (int first = 0; first < others; first += BATCH) {
-        const int found = minimum(BATCH, others - first);
-        float values[BATCH][WORDS];
-        bool missing;
         do {
-            missing = false;
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-#pragma unroll
-                for (int i = 0; i < WORDS; ++i)
-                    if (b < found && i / (NT * 4) < s.tiles) values[b][i] = load_relaxed(from + (first + b + 1) * BLOCK_WORDS + i * WARP_LANES);
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-#pragma unroll
-                for (int i = 0; i < WORDS; ++i)
-                    missing |= b < found && i / (NT * 4) < s.tiles && __float_as_uint(values[b][i]) == EMPTY;
-        } while (ballot(missing) != 0);
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b)
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-                if (b >= found || i / (NT * 4) >= s.tiles) continue;
-                sums[i / (NT * 4)][i / 4 % NT][i % 4] += values[b][i];
-                store_relaxed(from + (first + b + 1) * BLOCK_WORDS + i * WARP_LANES, __uint_as_float(EMPTY));
+            --n;
+            cp_async_wait<STAGES - 2>();
+            if (SHARED_X)
+                __syncthreads();
+            else
+                warp_sync();
+            multiply<F>(p, walk, x, !X_AHEAD || n + steps > 0 ? FOLLOWING : 0, ahead, group_sums, sums);
+            walk.freed = walk.slot;
+            walk.slot += STAGE_BYTES;
+            if (walk.slot == walk.ring_end) walk.slot -= STAGES * STAGE_BYTES;
+            if (SHARED_X) {
+                walk.x_slot = walk.x_slot == (STAGES - 1) * X_SLOT ? 0 : walk.x_slot + X_SLOT;
+                if (--walk.tokens.left == 0) walk.tokens.open(p, begin, end);
             }
+            group_sums += PHASES * COLUMNS / 64 * TOKENS;
+        } while (n > 0);
+        if (walk.stream.left == 0) walk.stream.open(p, begin, end);
     }
 }
 
-// What the residual epilogue reads, requested before the others' sums are waited for.
-struct ResidualInputs {
-    float x[MT][NT][4];
-    uint16_t norm[MT][2];
-
-    DEVICE void load(const LinearSmallParams& p, const Segment& s) {
-        const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
-        const int n_out = p.n_out[0];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = (s.tile + m) * 16 + half * 8 + g;
-                norm[m][half] = 0;
-                if (row < n_out && p.normed != nullptr) norm[m][half] = p.next_norm[row];
-#pragma unroll
-                for (int i = 0; i < NT * 2; ++i) {
-                    const int token = i / 2 * 8 + 2 * t + i % 2;
-                    x[m][i / 2][half * 2 + i % 2] = 0.0f;
-                    if (row < n_out && token < p.n_columns)
-                        x[m][i / 2][half * 2 + i % 2] = p.residual[token * n_out + row];
-                }
-            }
-        }
-    }
-};
-
-// x += sums, the next input before its division by the rms, and parts of sum x^2, for finished rows.
-DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const ResidualInputs& in, const Sums& sums) {
-    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
-    const int n_out = p.n_out[0];
-    const float factor = WITH_FACTOR ? p.factor[0] : 1.0f;
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        if (m >= s.tiles) break;
-        const int tile = s.tile + m;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            float squares[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = n * 8 + 2 * t + i % 2, row = tile * 16 + i / 2 * 8 + g;
-                const float x = in.x[m][n][i] + sums[m][n][i] * factor;
-                if (row < n_out) squares[i % 2] += x * x;
-                if (token >= p.n_columns || row >= n_out) continue;
-                p.residual[token * n_out + row] = x;
-                if (p.normed != nullptr)
-                    p.normed[token * p.normed_stride + row] =
-                        float_to_bf16(x * (1.0f + bf16_to_float(in.norm[m][i / 2])));
-            }
-#pragma unroll
-            for (int mask = 4; mask < WARP_LANES; mask <<= 1) {
-                squares[0] += shfl_xor(squares[0], mask);
-                squares[1] += shfl_xor(squares[1], mask);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int token = n * 8 + 2 * t + i;
-                if (g == 0 && token < p.n_columns) p.ss_out[tile * p.n_columns + token] = squares[i];
-            }
-        }
-    }
-}
-
-DEVICE void store_value(const LinearSmallParams& p, int matrix, int token, int row, float value) {
-    const int at = token * p.out_stride[matrix] + row;
-    if ((EPILOGUE == STORE || EPILOGUE == MIXED) && p.out_kind[matrix] == FLOAT_ROWS) {
-        static_cast<float*>(p.out[matrix])[at] = value;
-    } else {
-        static_cast<uint16_t*>(p.out[matrix])[at] = float_to_bf16(value);
-    }
-}
-
-// Writes the finished rows: sums[m][n][0..1] are row g of tile row m for tokens 8n + 2t + 0..1, [2..3] row g + 8.
-DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* rstd, const Sums& sums) {
-    const int g = static_cast<int>(lane_id()) >> 2, t = static_cast<int>(lane_id()) & 3;
-    const int n_out = p.n_out[s.matrix];
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        if (m >= s.tiles) break;
-        const int tile = s.tile + m;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int token = n * 8 + 2 * t + i;
-                if (token >= p.n_columns) continue;
-                const float scale = (p.ss != nullptr ? rstd[token] : 1.0f) * (WITH_FACTOR ? p.factor[s.matrix] : 1.0f);
-                const float first = sums[m][n][i] * scale, second = sums[m][n][i + 2] * scale;
-                if (EPILOGUE == SWIGLU || (EPILOGUE == MIXED && p.out_kind[s.matrix] == PAIRS)) {
-                    const int row = tile * 8 + g;
-                    if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
-                } else {
-                    const int row = tile * 16 + g;
-                    if (row < n_out) store_value(p, s.matrix, token, row, first);
-                    if (row + 8 < n_out) store_value(p, s.matrix, token, row + 8, second);
-                }
-            }
-        }
-    }
+DEVICE void run_any(const LinearSmallParams& p, const Segment& s, int begin, int end, Walk& walk, Sums& sums) {
+    const int format = p.format[s.matrix];
+    if constexpr (FORMATS >> Q4 & 1)
+        if (format == Q4) run<Q4>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> Q5 & 1)
+        if (format == Q5) run<Q5>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> Q6 & 1)
+        if (format == Q6) run<Q6>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> W8 & 1)
+        if (format == W8) run<W8>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> BF16 & 1)
+        if (format == BF16) run<BF16>(p, s, begin, end, walk, sums);
+    if constexpr (FORMATS >> NVFP4 & 1)
+        if (format == NVFP4) run<NVFP4>(p, s, begin, end, walk, sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     linear_small(const __grid_constant__ LinearSmallParams p) {
-    DYNAMIC_SHARED(unsigned char, shared);
+    DYNAMIC_SHARED(unsigned char, shared);  // rings, sums of phases, sums of groups
     STATIC_SHARED(float, scratch[THREADS]);
-    STATIC_SHARED(float, rstd[TOKENS]);
+    static_assert(RING_BYTES + X_BYTES + 4 * PHASE_BUFFERS * PHASE_WORDS <= 101376, "shared memory");
     const int lane = static_cast<int>(lane_id()), g = lane >> 2, t = lane & 3;
     const int lane_begin = span_begin(p, blockIdx.x + lane);
     const int begin = shfl(lane_begin, 0), end = shfl(lane_begin, 1);
 
     Walk walk;
-    walk.shared_x = in_register(shared);
-    walk.ring = walk.shared_x + 2 * X_BYTES + warp_index() * (STAGES * STAGE_BYTES);
-    walk.slot = 0;
-    walk.buffer = 0;
-    // A single tile's missing tokens read the last one: fewer banks.
-    walk.row = (NT == 1 ? minimum(g, p.n_columns - 1) : g) * X_ROW_BYTES + t * 16;
+    walk.slot = in_register(shared + warp_index() * (STAGES * STAGE_BYTES));
+    walk.freed = walk.slot + (STAGES - 1) * STAGE_BYTES;
+    walk.ring_end = walk.slot + STAGES * STAGE_BYTES;
     walk.stream.unit = begin;
-    walk.stream.open(p, end);
+    walk.stream.open(p, begin, end);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
-        walk.stream.request(walk.ring + lane * 16 + i * STAGE_BYTES);
-        if (--walk.stream.left == 0) walk.stream.open(p, end);
+        walk.stream.request(walk.slot + lane * 16 + i * STAGE_BYTES);
+        if (--walk.stream.left == 0) walk.stream.open(p, begin, end);
     }
+    walk.shared_x = in_register(shared + RING_BYTES);
+    float* const phase_words = reinterpret_cast<float*>(shared + RING_BYTES + X_BYTES);
+    float* const group_sums = phase_words + PHASE_BUFFERS * PHASE_WORDS;
 
     if (RELEASE_EARLY) grid_dependency_launch();  // the next launch, too, asks for weights while this one waits
     grid_dependency_wait();
     if (!RELEASE_EARLY) grid_dependency_launch();
 
-    Segment s = segment_at(p, begin, end);
-    const int first_column = s.step * (p.k_padded / p.k_steps[s.matrix]);
-    Activations first;
-    if constexpr (DIRECT) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const int token = minimum(n * 8 + g, p.n_columns - 1);
-            walk.rows[n] = reinterpret_cast<const uint8_t*>(p.x + token * p.x_stride + t * 8);
+    Segment s = segment_at(p, begin, begin, end);
+    if (WITH_SUMS) sum_groups(p, s.step * step_columns(p.format[s.matrix]), end - begin, group_sums);
+    if (EPILOGUE != RESIDUAL && p.ss != nullptr) add_parts(p, scratch);
+    if (WITH_SUMS) __syncthreads();
+    if (SHARED_X) {
+        walk.x_slot = 0;
+        walk.tokens.slot = 0;
+        walk.tokens.unit = begin;
+        walk.tokens.open(p, begin, end);
+#pragma unroll 1
+        for (int i = 0; i < STAGES - 1; ++i) {
+            walk.tokens.request(p, walk.shared_x);
+            if (--walk.tokens.left == 0) walk.tokens.open(p, begin, end);
         }
-        // The last columns of a row may be fewer than a unit's pieces: then the rest is not used.
-        walk.columns.fetch<1>(walk.rows, first_column);
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 1; i < UNIT_PIECES; ++i)
-                if (first_column + 32 * i < p.k_padded)
-                    walk.columns.pieces[n][i] = load_16(walk.rows[n] + first_column * 2 + i * 64);
-    } else {
-        first.fetch(p, first_column);
+        cp_async_commit();
+        cp_async_wait<0>();  // the weights came while the kernel ahead ended
     }
-    if (p.ss != nullptr) {
-        const int adders = THREADS / p.n_columns * p.n_columns;  // each adds parts of one token
-        float sum = 0.0f;
-        if (static_cast<int>(threadIdx.x) < adders)
-            for (int i = threadIdx.x; i < p.n_parts * p.n_columns; i += adders) sum += p.ss[i];
-        scratch[threadIdx.x] = sum;
-    }
-    if constexpr (!DIRECT) first.store(p, shared, minus_bias_of(p.format[s.matrix]));
-    __syncthreads();
-    if (p.ss != nullptr) {
-        for (int token = warp_index(); token < p.n_columns; token += WARPS) {
-            const int shares = THREADS / p.n_columns;
-            float sum = 0.0f;
-            for (int i = lane; i < shares; i += WARP_LANES) sum += scratch[token + i * p.n_columns];
-            sum = warp_sum(sum);
-            if (lane == 0) rstd[token] = 1.0f / sqrtf(sum * p.inverse_hidden + p.epsilon);
-        }
+    walk.sums = group_sums + (FEW ? t : 2 * t);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int token = minimum(FEW ? g / 2 : n * 8 + g, p.n_columns - 1);
+        walk.token_bytes[n] = (token * p.x_stride + t * 8) * 2;
     }
 
     Sums sums;
     clear(sums);
     int unit = begin;
+    bool second = false;  // which half of the phases' words
 #pragma unroll 1
     while (unit < end) {
-        s = segment_at(p, unit, end);
-        unit += s.length;
-        const int next_format = unit < end ? p.format[segment_at(p, unit, end).matrix] : -1;
-        const int format = p.format[s.matrix];
-        if constexpr (FORMATS >> Q4 & 1)
-            if (format == Q4) run<Q4>(p, s, next_format, end, walk, sums);
-        if constexpr (FORMATS >> Q5 & 1)
-            if (format == Q5) run<Q5>(p, s, next_format, end, walk, sums);
-        if constexpr (FORMATS >> Q6 & 1)
-            if (format == Q6) run<Q6>(p, s, next_format, end, walk, sums);
-        if constexpr (FORMATS >> W8 & 1)
-            if (format == W8) run<W8>(p, s, next_format, end, walk, sums);
-        if constexpr (FORMATS >> BF16 & 1)
-            if (format == BF16) run<BF16>(p, s, next_format, end, walk, sums);
-        if constexpr (FORMATS >> NVFP4 & 1)
-            if (format == NVFP4) run<NVFP4>(p, s, next_format, end, walk, sums);
-        if constexpr (DIRECT)
-            if (unit - s.length == begin) __syncthreads();  // rstd
-        if (s.tiles > 0) {
-            if (s.step > 0) {
-                leave_sums(p, s, sums);
-            } else {
-                // Blocks with steps of this row block.
-                const int row_end = unit + p.k_steps[s.matrix] - s.length;
-                int others = __popc(ballot(lane_begin < row_end)) - 1;
-                for (int first = blockIdx.x + WARP_LANES; others % WARP_LANES == WARP_LANES - 1; first += WARP_LANES) {
-                    const uint32_t inside = ballot(span_begin(p, first + lane) < row_end);
-                    if (inside == 0) break;
-                    others += __popc(inside);
-                }
-                if constexpr (EPILOGUE == RESIDUAL) {
-                    ResidualInputs in;
-                    in.load(p, s);
-                    add_sums_left(p, s, others, sums);
-                    finish_residual(p, s, in, sums);
-                } else {
-                    add_sums_left(p, s, others, sums);
-                    finish(p, s, rstd, sums);
-                }
-            }
+        s = segment_at(p, unit, begin, end);
+        ResidualInputs in;
+        if (EPILOGUE == RESIDUAL && NT == 1 && s.step == 0 && phase_of_warp() == 0) in.load(p, s);
+        run_any(p, s, begin, end, walk, sums);
+        if constexpr (PHASES > 1) {
+            add_phases(phase_words + (second ? PHASE_WORDS : 0), sums);
+            second = PHASE_BUFFERS == 2 && !second;
+        } else if (!WITH_SUMS && EPILOGUE != RESIDUAL) {
+            if (unit == begin) __syncthreads();  // scratch
         }
+        end_segment(p, s, lane_begin, unit - s.step, scratch, in, sums);
+        unit += s.length;
         clear(sums);  // of warps without a tile row, too: they have multiplied what lay in their ring
     }
 }

@@ -25,10 +25,7 @@ MAX_MATRICES = 4
 MAX_COLUMNS = 48
 TOKEN_TILE = 8
 FEW_COLUMNS = 4  # of the smallest variant
-HEADER_BYTES = 256  # of the workspace
-MAX_PIECES = 8192  # that a launch hands out
 MAX_BLOCK_SHARED = 101_376
-SUMS_TILES = 2  # as in the kernel
 EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual", "mixed")  # numbered as in the kernel
 _PAIRS = 2  # Kind of the results of interleaved matrices in "mixed" launches
 
@@ -57,11 +54,6 @@ class LinearSmallParams(ctypes.Structure):
         ("out_stride", ctypes.c_int32 * MAX_MATRICES),
         ("out_kind", ctypes.c_int32 * MAX_MATRICES),
         ("factor", ctypes.c_float * MAX_MATRICES),
-        ("held_matrix", ctypes.c_int32),
-        ("held_tile", ctypes.c_int32),
-        ("held_pieces", ctypes.c_int32),
-        ("row_pieces", ctypes.c_int32),
-        ("piece_steps", ctypes.c_int32),
         ("n_units", ctypes.c_int32),
         ("span_weight", ctypes.c_uint32),
         ("span_rest", ctypes.c_uint32),
@@ -128,26 +120,22 @@ def sizes(max_columns: int) -> list[int]:
     return sorted({size_of(n) for n in range(1, max_columns + 1)})
 
 
-def _direct_spec(
-    formats: frozenset[TileFormat],
-    epilogue: Epilogue,
-    size: int,
-    tuning: LinearSmallTuning,
-    k_padded: int,
-    has_pieces: bool,
+def kernel_spec(
+    formats: frozenset[TileFormat], epilogue: Epilogue, size: int, tuning: LinearSmallTuning, k_padded: int
 ) -> KernelSpec:
+    """The variant for matrices of ``formats`` and up to ``size`` columns."""
     few = size == FEW_COLUMNS
     tiles = -(-size // TOKEN_TILE)
     with_sums = tuning.group_sums and tiles == 1 and any(f.group == 64 for f in formats)
+    shared_x = tuning.shared_x and tiles > 1
     stage_bytes = tuning.warps * tuning.tile_rows * max(step_bytes(f) for f in formats)
+    if shared_x:
+        stage_bytes += TOKEN_TILE * tiles * 2 * max(f.step if f.group else f.step // 2 for f in formats)
     late_warps = tuning.warps - tuning.warps // tuning.phases  # whose sums others add
     phase_bytes = (2 if tiles == 1 else 1) * late_warps * tuning.tile_rows * tiles * (2 if few else 4) * 128
     sums_bytes = k_padded // 64 * size * 4 if with_sums else 0
-    static_bytes = (4 * 32 + (64 if has_pieces else 0)) * tuning.warps
+    static_bytes = 4 * 32 * tuning.warps
     budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes - phase_bytes - sums_bytes
-    shared_x = tuning.shared_x and tiles > 1
-    if shared_x:
-        stage_bytes += TOKEN_TILE * tiles * 2 * max(f.step if f.group else f.step // 2 for f in formats)
     stages = min(budget // stage_bytes, tuning.max_stages)
     if stages < 2:
         raise UnsupportedError(f"linear_small tuning {tuning} leaves {stages} stages of {stage_bytes} bytes, 2 needed")
@@ -162,52 +150,15 @@ def _direct_spec(
         ("GROUP_SUMS", int(with_sums)),
         ("X_AHEAD", int(tuning.x_ahead and not shared_x)),
         ("SHARED_X", int(shared_x)),
-        ("HELD", int(has_pieces)),
         ("RELEASE_EARLY", tuning.release_early),
     )
     shared_bytes = stages * stage_bytes + phase_bytes + sums_bytes
-    return KernelSpec("linear_direct.cu", "linear_direct", defines, 32 * tuning.warps, shared_bytes, tuning.min_blocks)
-
-
-def kernel_spec(
-    formats: frozenset[TileFormat],
-    epilogue: Epilogue,
-    size: int,
-    tuning: LinearSmallTuning,
-    k_padded: int,
-    has_pieces: bool = False,
-) -> KernelSpec:
-    """The variant for matrices of ``formats`` and up to ``size`` columns."""
-    if not tuning.x_columns:
-        return _direct_spec(formats, epilogue, size, tuning, k_padded, has_pieces)
-    tiles = -(-size // TOKEN_TILE)
-    slot = max(step_bytes(f) for f in formats)
-    sums_bytes = tuning.x_columns // 64 * tiles * 64 if tiles <= SUMS_TILES else 0
-    x_bytes = 2 * (TOKEN_TILE * tiles * (tuning.x_columns * 2 + 64) + sums_bytes)
-    stage_bytes = tuning.warps * tuning.tile_rows * slot
-    static_bytes = 4 * (32 * tuning.warps + TOKEN_TILE * tiles)  # the kernel's own arrays
-    budget = min(tuning.shared_bytes, MAX_BLOCK_SHARED) - static_bytes
-    stages = min((budget - x_bytes) // stage_bytes, tuning.max_stages)
-    if stages < 2:
-        raise UnsupportedError(f"linear_small tuning {tuning} leaves {stages} stages of {stage_bytes} bytes, 2 needed")
-    defines = (
-        ("FORMATS", sum(1 << f.code for f in formats)),
-        ("EPILOGUE", EPILOGUES.index(epilogue)),
-        ("NT", tiles),
-        ("MT", tuning.tile_rows),
-        ("STAGES", stages),
-        ("X_COLUMNS", tuning.x_columns),
-        ("RELEASE_EARLY", tuning.release_early),
-    )
-    return KernelSpec(
-        "linear_small.cu", "linear_small", defines, 32 * tuning.warps, x_bytes + stages * stage_bytes, tuning.min_blocks
-    )
+    return KernelSpec("linear_small.cu", "linear_small", defines, 32 * tuning.warps, shared_bytes, tuning.min_blocks)
 
 
 def _tuning(device: Device, matrices: Sequence[PackedMatrix], size: int) -> LinearSmallTuning:
-    has_w8 = any(m.format == "W8G32_F16S" for m in matrices)
-    has_nvfp4 = any(m.tile.floating for m in matrices)
-    return linear_small_tuning(device, size, sum(m.n_tiles for m in matrices), has_w8, has_nvfp4=has_nvfp4)
+    formats = frozenset(m.tile for m in matrices)
+    return linear_small_tuning(device, size, sum(m.n_tiles for m in matrices), formats)
 
 
 def specs(
@@ -252,55 +203,17 @@ class Spans:
         return self.first_units[m] + (target - self.first_weights[m] + weight // 2) // weight
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The last ``n_row_blocks`` row blocks of matrix ``matrix``, from tile row ``tile`` on, in ``n_pieces`` pieces.
-
-    ``row_pieces`` pieces of ``piece_steps`` steps (of one phase) make up the tile rows of a warp.
-    """
-
-    matrix: int = 0
-    n_row_blocks: int = 0
-    tile: int = 0
-    n_pieces: int = 0
-    row_pieces: int = 1
-    piece_steps: int = 1
-
-
-def cut_pieces(matrices: Sequence[PackedMatrix], tuning: LinearSmallTuning) -> Pieces:
-    """What is handed out piece by piece: about ``held_percent`` of the bytes, from the largest matrix."""
-    block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
-    largest = max(range(len(matrices)), key=lambda i: matrices[i].n_bytes)
-    matrix, steps = matrices[largest], k_steps(matrices[largest])
-    row_blocks = -(-matrix.n_tiles // block_tiles)
-    row_pieces = -(-(steps // tuning.phases) // tuning.piece_steps) * tuning.phases
-    if not row_pieces:  # fewer steps than phases
-        return Pieces()
-    share = tuning.held_percent / 100 * sum(m.n_bytes for m in matrices) / matrix.n_bytes
-    most = MAX_PIECES * tuning.tile_rows // (row_pieces * block_tiles)
-    held = min(round(share * row_blocks), row_blocks - 1, most)
-    if held <= 0 or steps % tuning.phases:
-        return Pieces()
-    tile = (row_blocks - held) * block_tiles
-    n_pieces = -(-(matrix.n_tiles - tile) // tuning.tile_rows) * row_pieces
-    return Pieces(largest, held, tile, n_pieces, row_pieces, tuning.piece_steps)
-
-
-def cut_spans(
-    matrices: Sequence[PackedMatrix], block_tiles: int, max_blocks: int, pieces: Pieces | None = None
-) -> Spans:
+def cut_spans(matrices: Sequence[PackedMatrix], block_tiles: int, max_blocks: int) -> Spans:
     """Spans of at most ``max_blocks`` blocks; each weighs at least the heaviest unit.
 
     A unit weighs its bytes; where warps of a row block have no tile row, half of what they would have read, because the
-    block's other warps cannot read faster in their place. Row blocks of ``pieces`` are left out.
+    block's other warps cannot read faster in their place.
     """
     units = [n_units(m, block_tiles) for m in matrices]
     weights = [
         max(1, step_bytes(m.tile) * (n * block_tiles // k_steps(m) + m.n_tiles) // (128 * (n // k_steps(m))))
         for m, n in zip(matrices, units, strict=True)
     ]
-    if pieces:
-        units[pieces.matrix] -= pieces.n_row_blocks * k_steps(matrices[pieces.matrix])
     ends = np.cumsum([0, *(w * n for w, n in zip(weights, units, strict=True))]).tolist()
     n_blocks = max(1, min(max_blocks, ends[-1] // max(weights)))
     first_units = np.cumsum([0, *units]).tolist()
@@ -330,9 +243,7 @@ def workspace_bytes(device: Device, max_columns: int = MAX_COLUMNS) -> int:
         size: max(r.blocks_per_sm * r.warps * r.tile_rows // r.phases for r in rows if r.columns >= size)
         for size in sizes(max_columns)
     }
-    pieces = max(MAX_PIECES * r.tile_rows * 4 * 32 * 4 if r.held_percent else 0 for r in rows)
-    sums = max(device.n_sms * n * max(size, TOKEN_TILE) // 2 * 32 * 4 for size, n in tile_rows.items())
-    return HEADER_BYTES + sums + pieces
+    return max(device.n_sms * n * max(size, TOKEN_TILE) // 2 * 32 * 4 for size, n in tile_rows.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,25 +252,15 @@ class Variant:
 
     spec: KernelSpec
     spans: Spans
-    pieces: Pieces
 
 
 def plan(device: Device, matrices: Sequence[PackedMatrix], epilogue: Epilogue, size: int) -> Variant:
     """The variant and the division of work for up to ``size`` columns."""
     tuning = _tuning(device, matrices, size)
     formats = frozenset(m.tile for m in matrices)
-    block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
-    max_blocks = device.n_sms * tuning.blocks_per_sm
-    pieces = cut_pieces(matrices, tuning) if size <= TOKEN_TILE and not tuning.x_columns else Pieces()
-    if pieces.n_pieces:
-        spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded, has_pieces=True)
-        spans = cut_spans(matrices, block_tiles, max_blocks, pieces)
-        # The first pieces are taken behind the dependency wait: what is requested ahead of it is not theirs.
-        least = min(spans.begin(i + 1) - spans.begin(i) for i in range(spans.n_blocks))
-        if least // tuning.phases >= int(dict(spec.defines)["STAGES"]):
-            return Variant(spec, spans, pieces)
     spec = kernel_spec(formats, epilogue, size, tuning, matrices[0].k_padded)
-    return Variant(spec, cut_spans(matrices, block_tiles, max_blocks), Pieces())
+    block_tiles = tuning.warps // tuning.phases * tuning.tile_rows
+    return Variant(spec, cut_spans(matrices, block_tiles, device.n_sms * tuning.blocks_per_sm))
 
 
 class LinearSmall:
@@ -387,10 +288,6 @@ class LinearSmall:
         self.matrices, self.epilogue, self.max_columns = tuple(matrices), epilogue, max_columns
         self._device, self._workspace = device, workspace
         self._variants = {size: plan(device, matrices, epilogue, size) for size in sizes(max_columns)}
-
-    def plan_of(self, n_columns: int) -> Variant:
-        """What ``n_columns`` columns launch."""
-        return self._variants[size_of(n_columns)]
 
     @property
     def specs(self) -> list[KernelSpec]:
@@ -425,8 +322,8 @@ class LinearSmall:
         assert len(outputs) == (0 if self.epilogue == "residual" else len(self.matrices))
         assert (residual is not None) == (self.epilogue == "residual")
         assert not (residual and rstd)
-        variant = self.plan_of(n_columns)
-        p, spans, pieces = LinearSmallParams(), variant.spans, variant.pieces
+        variant = self._variants[size_of(n_columns)]
+        p, spans = LinearSmallParams(), variant.spans
         for i in range(len(self.matrices), MAX_MATRICES):
             p.first_unit[i], p.first_weight[i] = 2**31 - 1, 2**32 - 1
         for i, matrix in enumerate(self.matrices):
@@ -435,8 +332,6 @@ class LinearSmall:
             p.first_unit[i], p.first_weight[i] = spans.first_units[i], spans.first_weights[i]
             p.k_steps_inverse[i] = -(-(1 << 32) // k_steps(matrix)) & 0xFFFFFFFF
             p.unit_weight[i], p.factor[i] = spans.unit_weights[i], matrix.sums_factor
-        p.held_matrix, p.held_tile, p.held_pieces = pieces.matrix, pieces.tile, pieces.n_pieces
-        p.row_pieces, p.piece_steps = pieces.row_pieces, pieces.piece_steps
         p.n_units = spans.n_units
         p.span_weight, p.span_rest = divmod(spans.total_weight, spans.n_blocks)
         for i, output in enumerate(outputs):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_runtime.backends.cuda.device import Device
+from ninfer_runtime.backends.cuda.packing import TileFormat
 
 FOLDER = Path(__file__).parent.parent / "tuning"
 
@@ -21,18 +22,14 @@ class LinearSmallTuning:
     min_blocks     blocks per SM that registers are limited for: twice blocks_per_sm lets the next launch begin early
     shared_bytes   limit of shared memory per block
     max_stages     limit of ring stages
-    x_columns      activation columns staged at a time in shared memory, a multiple of 128; 0: activations go from
-                   global memory (L1) straight to registers, and warps never meet
-    phases         x_columns = 0: warps that share a tile row and take its steps in turn, a power of two
-    group_sums     x_columns = 0, up to 8 columns: 1: sums of a group's activations, which biased codes need, are made
-                   once per block; 0: with every group's products
-    held_percent   up to 8 columns: how much of the weights is handed out piece by piece to warps that are done first
-    piece_steps    steps of a piece
+    phases         warps that share a tile row and take its steps in turn, a power of two
+    group_sums     up to 8 columns: 1: sums of a group's activations, which biased codes need, are made once per block;
+                   0: with every group's products
+    x_ahead        1: activations go from global memory (L1) to registers a step, above 8 columns a group, ahead of use
     shared_x       above 8 columns: 1: the warps of a block share activations in shared memory, a barrier per step
-    x_ahead        x_columns = 0: 1: activations are requested a step, above 8 columns a group, ahead of their use
     release_early  1: the launch behind may begin while this one still waits for the one ahead
-    without_w8     1: not for launches with W8 matrices, whose operands take more registers than these leave
-    only_nvfp4     1: for launches with NVFP4 matrices, which take more instructions per byte than others
+    one_format     1: only for launches with matrices of one format, whose code takes fewer registers
+    only_nvfp4     1: only for launches with NVFP4 matrices, which take more instructions per byte than others
     """
 
     columns: int
@@ -43,15 +40,12 @@ class LinearSmallTuning:
     min_blocks: int
     shared_bytes: int
     max_stages: int
-    x_columns: int
-    release_early: int = 1
-    without_w8: int = 0
     phases: int = 1
     group_sums: int = 0
     x_ahead: int = 1
     shared_x: int = 0
-    held_percent: int = 0
-    piece_steps: int = 2
+    release_early: int = 1
+    one_format: int = 0
     only_nvfp4: int = 0
 
 
@@ -64,9 +58,9 @@ def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallT
         whole = min(101_376, shared_per_sm - 1024)
         half = min(101_376, shared_per_sm // 2 - 1024)
         return (
-            LinearSmallTuning(16, 0, 8, 1, 1, 2, half, 12, 0),
-            LinearSmallTuning(32, 0, 8, 1, 1, 1, whole, 12, 0),
-            LinearSmallTuning(48, 0, 8, 1, 1, 1, whole, 12, 128),
+            LinearSmallTuning(16, 0, 8, 1, 1, 2, half, 12),
+            LinearSmallTuning(32, 0, 8, 1, 1, 1, whole, 12),
+            LinearSmallTuning(48, 0, 8, 1, 1, 1, whole, 12, x_ahead=0, shared_x=1),
         )
     try:
         return tuple(LinearSmallTuning(**row) for row in json.loads(file.read_text(encoding="utf-8"))["linear_small"])
@@ -75,12 +69,13 @@ def tuning_rows(arch: str, n_sms: int, shared_per_sm: int) -> tuple[LinearSmallT
 
 
 def linear_small_tuning(
-    device: Device, columns: int, n_tile_rows: int, has_w8: bool = False, *, has_nvfp4: bool = False
+    device: Device, columns: int, n_tile_rows: int, formats: frozenset[TileFormat]
 ) -> LinearSmallTuning:
-    """Geometry for up to ``columns`` columns and matrices of ``n_tile_rows`` tile rows together."""
+    """Geometry for up to ``columns`` columns and matrices of ``formats``, ``n_tile_rows`` tile rows together."""
+    has_nvfp4 = any(f.floating for f in formats)
     for row in tuning_rows(device.arch, device.n_sms, device.shared_per_sm):
         fits = row.columns >= columns and row.min_tile_rows <= n_tile_rows
-        if fits and not (row.without_w8 and has_w8) and not (row.only_nvfp4 and not has_nvfp4):
+        if fits and not (row.one_format and len(formats) > 1) and not (row.only_nvfp4 and not has_nvfp4):
             return row
     raise UnsupportedError(
         f"no tuning of linear_small for {columns} columns and {n_tile_rows} tile rows on {device.name}"
