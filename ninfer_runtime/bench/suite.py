@@ -15,8 +15,8 @@ from ninfer_runtime.bench.drafts import N_DRAFTS, ROWS, ForcesAcceptance, drafts
 from ninfer_runtime.bench.limits import device_limits, host_limits
 from ninfer_runtime.bench.load import load
 from ninfer_runtime.bench.moe import moe
-from ninfer_runtime.bench.ops import ops
 from ninfer_runtime.bench.offload import OffloadCase, offload, offload_cases
+from ninfer_runtime.bench.ops import ops
 from ninfer_runtime.bench.prefill import LateChunk, Prompt, attention, prefill
 from ninfer_runtime.bench.report import Limits, Record, Result, current_commit, plot_roofline, render
 from ninfer_runtime.bench.running import BenchOptions, Room, Running, has_draft_layer, running
