@@ -225,9 +225,7 @@ def _digest_notes(identity: Identity, artifact: Artifact, changes: Changes) -> I
     yield f"{same} of {len(resources)} frontend files have the digests of {identity}{names}"
 
 
-def apply(
-    edit: Edit, out: Path, *, force: bool = False, progress: Callable[[int], None] = lambda n_bytes: None
-) -> int:
+def apply(edit: Edit, out: Path, *, force: bool = False, progress: Callable[[int], None] = lambda n_bytes: None) -> int:
     """Write the edited artifact to ``out``, atomically, and return its size in bytes; errors as ``rewrite``."""
     return rewrite(edit.artifact, out, edit.directory, edit.changes, force=force, progress=progress)
 

@@ -310,5 +310,3 @@ def _write_file(path: Path, content: bytes | memoryview) -> None:
             os.fsync(stream.fileno())
     except OSError as error:
         raise storage_error(error, path, "writing") from None
-
-

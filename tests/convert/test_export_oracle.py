@@ -104,9 +104,7 @@ def test_every_parameter_is_found_by_the_class_that_the_config_names(
     torch.set_num_threads(1)
     artifact, _ = made(kind, "w8")
     if variant == "text only":
-        artifact = artifact_of(
-            artifact.parent / kind, tmp_path / "x.ninfer", recipe="w8", no_vision=True, no_mtp=True
-        )
+        artifact = artifact_of(artifact.parent / kind, tmp_path / "x.ninfer", recipe="w8", no_vision=True, no_mtp=True)
     elif variant == "tied":
         artifact = artifact_of(tied_copy(artifact.parent / kind, tmp_path / "tied"), tmp_path / "x.ninfer", recipe="w8")
     export_to(artifact, tmp_path / "back", dtype="float32")

@@ -116,7 +116,9 @@ def test_other_sources_are_not(text: str) -> None:
     assert spelled(text) == text
 
 
-@pytest.mark.parametrize("text", ["hf://", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://a/../b", "hf://a/b@../x", "hf:///etc/x"])
+@pytest.mark.parametrize(
+    "text", ["hf://", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://a/../b", "hf://a/b@../x", "hf:///etc/x"]
+)
 def test_malformed_names_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected hf://org/name"):
         HubName.parse(text)

@@ -142,9 +142,7 @@ def test_spelled_out_special_tokens_count_as_such_even_those_of_the_config_alone
     }  # fmt: skip
 
 
-def test_table_has_totals_first_and_a_row_per_text_if_there_are_several(
-    vocabulary: Vocabulary, tmp_path: Path
-) -> None:
+def test_table_has_totals_first_and_a_row_per_text_if_there_are_several(vocabulary: Vocabulary, tmp_path: Path) -> None:
     texts = [file(tmp_path / f"{i}.txt", sample(i, 50)) for i in range(3)]
     table = rank(texts, vocabulary).table
     assert table.shape == (4, vocabulary.vocab_rows)

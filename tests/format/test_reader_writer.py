@@ -187,9 +187,7 @@ def test_parts_of_one_object_may_come_from_several_threads(tmp_path: Path) -> No
     with ArtifactWriter(tmp_path / "a.ninfer", directory) as writer:
         step = size // 64
         threads = [
-            threading.Thread(
-                target=writer.write_at, args=("big", i * step, content[i * step : (i + 1) * step].data)
-            )
+            threading.Thread(target=writer.write_at, args=("big", i * step, content[i * step : (i + 1) * step].data))
             for i in range(64)
         ]
         for thread in threads:

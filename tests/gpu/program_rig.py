@@ -37,6 +37,8 @@ LIMITS = ProgramLimits(
     max_rows=8, max_context=64 * PAGES_PER_ROW, n_pages=8 * PAGES_PER_ROW, n_slots=8, prefill_chunk=512, logits_rows=512
 )
 MOST_OF_RANGE = 0.01
+CLOSE = 0.02
+"""Router logits nearer than this part of their spread are no decision: BF16 inputs move them by as much."""
 GREEDY = SamplingParams.greedy()
 SLICE_LAYERS = 4
 SLICE_LIMITS = ProgramLimits(max_context=4096, n_pages=64, prefill_chunk=1024, logits_rows=1)
@@ -138,15 +140,18 @@ def synthesize(identity: str, path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
-def block_errors(model: BoundModel, n_tokens: int = 64) -> list[float]:
-    """Of every block, fed with the reference's input of up to 64 tokens: error relative to what the block changes."""
+def block_errors(model: BoundModel, n_tokens: int = 64) -> list[tuple[float, float]]:
+    """Of every block, fed with the reference's input of up to 64 tokens: error relative to what the block changes, and
+    the share of tokens it is of: those whose last expert leads the next one by more than ``CLOSE``."""
     import torch
 
     from ninfer_runtime.backends.reference import attention as reference_attention
     from ninfer_runtime.backends.reference import gdn as reference_gdn
     from ninfer_runtime.backends.reference.forward import feed_forward
+    from ninfer_runtime.backends.reference.linear import linear_float32
     from ninfer_runtime.backends.reference.norm import rms_norm
     from ninfer_runtime.backends.reference.rope import rope_tables
+    from ninfer_runtime.models.moe import MoeWeights
     from ninfer_runtime.models.qwen3_5 import AttentionWeights
 
     spec, hidden = model.spec, model.spec.text.hidden
@@ -176,9 +181,13 @@ def block_errors(model: BoundModel, n_tokens: int = 64) -> list[float]:
                 gdn_row = reference_gdn.GdnRow(0, n_tokens, recurrent, None)
                 x = x + reference_gdn.gdn(h, weights, w.mixer, spec, n_gdn, [gdn_row])
                 n_gdn += 1
-            x = x + feed_forward(
-                rms_norm(x, weights.vector(w.post_attention_norm), spec.norm_eps), weights, w.ffn, model
-            )
+            h = rms_norm(x, weights.vector(w.post_attention_norm), spec.norm_eps)
+            decided = np.ones(n_tokens, np.bool_)
+            if isinstance(w.ffn, MoeWeights):
+                logits = linear_float32(h, weights, w.ffn.router)
+                best = logits.topk(spec.text.experts_per_token + 1, dim=-1).values
+                decided = (best[:, -2] - best[:, -1] > CLOSE * logits.std(dim=-1)).cpu().numpy()
+            x = x + feed_forward(h, weights, w.ffn, model)
             expected = x.float().cpu().numpy()
             a = program._regions.activations.x
             program.device.upload(a, given)
@@ -186,7 +195,7 @@ def block_errors(model: BoundModel, n_tokens: int = 64) -> list[float]:
             found = np.empty((n_tokens, hidden), np.float32)
             program.device.synchronize()
             program.device.download(a, found)
-            change = expected - given
-            errors.append(float(np.linalg.norm(found - expected) / np.linalg.norm(change)))
+            wrong, change = (found - expected)[decided], (expected - given)[decided]
+            errors.append((float(np.linalg.norm(wrong) / np.linalg.norm(change)), float(decided.mean())))
     program.close()
     return errors

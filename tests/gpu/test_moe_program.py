@@ -24,8 +24,9 @@ from tests.runtime.artifacts import TRAINED, convert
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 N_NEW = 48
-SWAPPED = 0.03
-"""Error of a block in which a few tokens' eighth experts changed places: random weights leave their logits close."""
+LARGEST_ERROR = 0.01
+MOST_UNDECIDED = 0.5
+"""Random weights leave the logits of a token's eighth and ninth expert close; those tokens are left out."""
 
 
 @pytest.fixture(scope="module", params=["groupwise-int", "w8", "bf16", "nvfp4"])
@@ -54,5 +55,6 @@ def test_blocks_of_the_35b_fed_with_the_references_input(n_tokens: int, tmp_path
     with Artifact.open(path) as artifact:
         errors = block_errors(bind(artifact), n_tokens)
     print(json.dumps({"tokens": n_tokens, "relative_error_of_each_block": errors}))
-    assert max(errors) <= SWAPPED
+    assert max(error for error, _ in errors) <= LARGEST_ERROR
+    assert min(decided for _, decided in errors) >= 1 - MOST_UNDECIDED
     path.unlink()

@@ -320,6 +320,8 @@ class CudaDevice:
         if stream is None:
             self.synchronize()
             self._calls.call(what, name, target, source, n_bytes)
+            # The driver may return while the last of pageable memory is still on its way.
+            self.synchronize()
             return
         self._calls.call(what, f"{name}Async", target, source, n_bytes, _handle(stream))
         if not self._is_pinned(_address(host), n_bytes):

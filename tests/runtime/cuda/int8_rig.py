@@ -45,6 +45,7 @@ def quantized(device: Device, x: npt.NDArray[np.float32]) -> int:
     padded[:, :k] = x
     out = poisoned(device, n_rows * row_bytes(k, INT8))
     QuantizeRows(device, k, INT8).launch(device.stream(), n_rows, put(device, bf16_words(padded)), 1.0, out)
+    device.synchronize()  # what reads the rows is on another stream
     return out
 
 

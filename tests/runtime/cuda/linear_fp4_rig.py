@@ -78,6 +78,7 @@ def random_rows(
     padded[:, :k] = x
     pointer = poisoned(device, n_tokens * row_bytes(k, form))
     QuantizeRows(device, k, form).launch(device.stream(), n_tokens, put(device, bf16_words(padded)), divisor, pointer)
+    device.synchronize()  # what reads the rows is on another stream
     return Rows(pointer, n_tokens, divisor, words.products.astype(np.float64), words)
 
 

@@ -59,7 +59,7 @@ def run_forced(rig: MoeRig, n_columns: int, logits: npt.NDArray[np.float32], *, 
     sizes = np.einsum("tk,tkf->t", shares, h**2) ** 0.5 + 40
     assert np.all(np.abs(found - expected) <= 2e-6 * sizes[:, None])
     check_next(rig, residual.normed, residual.next_norm, residual.ss, found)
-    return found.tobytes()
+    return bytes(found.tobytes())
 
 
 def check_next(rig: MoeRig, normed: int, next_norm: int, ss: int, x: npt.NDArray[np.float32]) -> None:
