@@ -320,8 +320,6 @@ class CudaDevice:
         if stream is None:
             self.synchronize()
             self._calls.call(what, name, target, source, n_bytes)
-            # The driver may return while the last of pageable memory is still on its way.
-            self.synchronize()
             return
         self._calls.call(what, f"{name}Async", target, source, n_bytes, _handle(stream))
         if not self._is_pinned(_address(host), n_bytes):
@@ -330,6 +328,8 @@ class CudaDevice:
     def upload(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
         """See ``device.Device``."""
         self._transfer("copying to the device", "cuMemcpyHtoD", pointer, _address(array), array, stream)
+        if stream is None:
+            self.synchronize()  # the driver may return while the last of pageable memory is still on its way
 
     def download(self, pointer: int, array: Array, stream: Stream | None = None) -> None:
         """See ``device.Device``."""

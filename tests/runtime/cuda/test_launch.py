@@ -146,6 +146,8 @@ def test_copies_reach_memory_and_only_pinned_ones_return_early(device: CudaDevic
     device.download(second, out)
     assert bindings.calls[-2:] == ["cuCtxSynchronize", "cuMemcpyDtoH"], "without a stream everything before has ended"
     assert out.tolist() == [*range(8), *[7] * 52, *[9] * 4]
+    device.upload(pointer, plain)
+    assert bindings.calls[-2:] == ["cuMemcpyHtoD", "cuCtxSynchronize"], "pageable bytes may be under way until then"
 
 
 def test_empty_copies_do_nothing_and_scattered_arrays_are_our_own_mistake(
