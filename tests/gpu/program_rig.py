@@ -140,9 +140,9 @@ def synthesize(identity: str, path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
-def block_errors(model: BoundModel, n_tokens: int = 64) -> list[tuple[float, float]]:
-    """Of every block, fed with the reference's input of up to 64 tokens: error relative to what the block changes, and
-    the share of tokens it is of: those whose last expert leads the next one by more than ``CLOSE``."""
+def block_errors(model: BoundModel, n_tokens: int = 64) -> list[tuple[float, float, float]]:
+    """Of every block, fed with the reference's input of up to 64 tokens: error relative to what the block changes, of
+    all tokens and of those whose last expert leads the next one by more than ``CLOSE``; the share of these."""
     import torch
 
     from ninfer_runtime.backends.reference import attention as reference_attention
@@ -195,7 +195,10 @@ def block_errors(model: BoundModel, n_tokens: int = 64) -> list[tuple[float, flo
             found = np.empty((n_tokens, hidden), np.float32)
             program.device.synchronize()
             program.device.download(a, found)
-            wrong, change = (found - expected)[decided], (expected - given)[decided]
-            errors.append((float(np.linalg.norm(wrong) / np.linalg.norm(change)), float(decided.mean())))
+            wrong, change = found - expected, expected - given
+            of_all, of_decided = (
+                float(np.linalg.norm(wrong[rows]) / np.linalg.norm(change[rows])) for rows in (slice(None), decided)
+            )
+            errors.append((of_all, of_decided, float(decided.mean())))
     program.close()
     return errors

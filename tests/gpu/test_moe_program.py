@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 N_NEW = 48
 LARGEST_ERROR = 0.01
 MOST_UNDECIDED = 0.5
-"""Random weights leave the logits of a token's eighth and ninth expert close; those tokens are left out."""
+"""Random weights leave the logits of a token's eighth and ninth expert close; the error above leaves those out."""
+SWAPPED_OF_64 = 0.03
+"""Error of 64 tokens of which a few swapped such experts; of fewer tokens one swap weighs more."""
 
 
 @pytest.fixture(scope="module", params=["groupwise-int", "w8", "bf16", "nvfp4"])
@@ -55,6 +57,7 @@ def test_blocks_of_the_35b_fed_with_the_references_input(n_tokens: int, tmp_path
     with Artifact.open(path) as artifact:
         errors = block_errors(bind(artifact), n_tokens)
     print(json.dumps({"tokens": n_tokens, "relative_error_of_each_block": errors}))
-    assert max(error for error, _ in errors) <= LARGEST_ERROR
-    assert min(decided for _, decided in errors) >= 1 - MOST_UNDECIDED
+    assert max(of_all for of_all, _, _ in errors) <= SWAPPED_OF_64 * (64 / n_tokens) ** 0.5
+    assert max(of_decided for _, of_decided, _ in errors) <= LARGEST_ERROR
+    assert min(decided for _, _, decided in errors) >= 1 - MOST_UNDECIDED
     path.unlink()

@@ -7,13 +7,12 @@ from ninfer_format.errors import SignatureError
 from ninfer_format.numeric.int8_activations import GROUP
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device
-from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, launches
+from ninfer_runtime.backends.cuda.ops.linear_large import Epilogue, check_matrices, launches
 from ninfer_runtime.backends.cuda.ops.linear_ring import (
     ROW_TILES,
     STAGE_COLUMNS,
     THREADS,
     RingLinear,
-    check_matrices,
 )
 from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm
 from ninfer_runtime.backends.cuda.packing import PackedMatrix

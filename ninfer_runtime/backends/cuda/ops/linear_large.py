@@ -191,6 +191,17 @@ def clear_workspace(device: Device, workspace: int) -> None:
     device.upload(workspace + flags_at(device.n_sms), np.zeros(device.n_sms, np.uint32))
 
 
+def check_matrices(matrices: Sequence[PackedMatrix], epilogue: Epilogue) -> None:
+    """SignatureError when matrices do not go together: none, of different K, or rows the epilogue does not take."""
+    if not matrices:
+        raise SignatureError("a product of many tokens takes at least one matrix")
+    for matrix in matrices:
+        if matrix.k != matrices[0].k:
+            raise SignatureError(f"{matrix.name} has {matrix.k} columns, {matrices[0].name} has {matrices[0].k}")
+        if matrix.interleaved != (epilogue is Epilogue.SWIGLU):
+            raise SignatureError(f"{matrix.name}: SwiGLU takes interleaved gate and up rows, and nothing else does")
+
+
 class _Launch:
     """Matrices of one launch, by index into the operation's."""
 
@@ -287,13 +298,8 @@ class LinearLarge:
         ``out_divisor`` (SWIGLU): the outputs are quantized under this divisor, bf16(code · scale) in their places
         (``ops/quantize_rows.py``); columns up to the next multiple of 128 are zeros.
         """
-        if not matrices:
-            raise SignatureError("a product of many tokens takes at least one matrix")
+        check_matrices(matrices, epilogue)
         for matrix in matrices:
-            if matrix.k != matrices[0].k:
-                raise SignatureError(f"{matrix.name} has {matrix.k} columns, {matrices[0].name} has {matrices[0].k}")
-            if matrix.interleaved != (epilogue is Epilogue.SWIGLU):
-                raise SignatureError(f"{matrix.name}: SwiGLU takes interleaved gate and up rows, and nothing else does")
             if matrix.n_bytes >= 1 << 32:
                 raise SignatureError(
                     f"{matrix.name} has {matrix.n_bytes} bytes packed, fewer than {1 << 32} are needed"

@@ -6,10 +6,9 @@
 import ctypes
 from collections.abc import Callable, Sequence
 
-from ninfer_format.errors import SignatureError
 from ninfer_runtime.backends.cuda.compiler import KernelSpec
 from ninfer_runtime.backends.cuda.device import Device, Stream
-from ninfer_runtime.backends.cuda.ops.linear_large import MAX_MATRICES, Epilogue, Output, flags_at, launches, schedule
+from ninfer_runtime.backends.cuda.ops.linear_large import MAX_MATRICES, Output, flags_at, launches, schedule
 from ninfer_runtime.backends.cuda.ops.quantize_rows import QuantizedForm, row_bytes
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 
@@ -44,17 +43,6 @@ class RingParams(ctypes.Structure):
         ("whole_tiles", ctypes.c_int),
         ("shared_tiles", ctypes.c_int),
     )
-
-
-def check_matrices(matrices: Sequence[PackedMatrix], epilogue: Epilogue) -> None:
-    """SignatureError when matrices do not go together."""
-    if not matrices:
-        raise SignatureError("a product of many tokens takes at least one matrix")
-    for matrix in matrices:
-        if matrix.k != matrices[0].k:
-            raise SignatureError(f"{matrix.name} has {matrix.k} columns, {matrices[0].name} has {matrices[0].k}")
-        if matrix.interleaved != (epilogue is Epilogue.SWIGLU):
-            raise SignatureError(f"{matrix.name}: SwiGLU takes interleaved gate and up rows, and nothing else does")
 
 
 class RingLinear:
