@@ -141,24 +141,6 @@ def run_store(bench: Bench, weights: Sequence[Weight], n_columns: int, rms: bool
     return results[0]
 
 
-@pytest.mark.parametrize("n_columns", [1, 48])
-def test_mixed_launches_store_plain_matrices_and_pair_interleaved_ones(four_sms: Bench, n_columns: int) -> None:
-    """A router in fp32 beside the gate and up of a shared expert."""
-    k = 256
-    router, pairs = four_sms.weight("BF16", 21, k), four_sms.weight("W8G32_F16S", 2 * 24, k, interleaved=True)
-    pointer, x = four_sms.activations(n_columns, k)
-    out = [four_sms.device.empty(4 * n_columns * 21), four_sms.device.empty(2 * n_columns * 128)]
-    op = four_sms.op([router, pairs], "mixed", n_columns)
-    op.launch(four_sms.stream, n_columns, pointer, None, [Output(out[0], is_float=True), Output(out[1], stride=128)])
-    logits = four_sms.device.get(out[0], np.float32, (n_columns, 21))
-    assert np.all(np.abs(logits - x @ router.values.T) <= bound(x, router.values))
-    gate, up = x @ pairs.values[:24].T, x @ pairs.values[24:].T
-    expected = gate / (1 + np.exp(-gate)) * up
-    found = from_words(four_sms.device.get(out[1], np.uint16, (n_columns, 128))[:, :24])
-    assert np.all(np.abs(found - expected) <= 2.0**-8 * np.abs(expected) + 1e-5)
-    four_sms.check_workspace()
-
-
 @pytest.mark.parametrize("n_columns", BOUNDARY_COLUMNS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_product_is_the_float64_one_at_boundary_columns(four_sms: Bench, format: str, n_columns: int) -> None:

@@ -37,8 +37,7 @@
 #define RELEASE_EARLY 1
 #endif
 
-enum Epilogue { STORE, SWIGLU, RESIDUAL, MIXED };  // as in ops/linear_small.py; MIXED: STORE or SWIGLU by matrix
-enum Kind { BF16_ROWS, FLOAT_ROWS, PAIRS };        // of a matrix's results; PAIRS: gate and up, where MIXED
+enum Epilogue { STORE, SWIGLU, RESIDUAL };  // as in ops/linear_small.py
 
 constexpr int MATRICES = 4;
 constexpr int WARPS = THREADS / WARP_LANES;
@@ -114,7 +113,7 @@ struct LinearSmallParams {
     uint32_t unit_weight[MATRICES];
     uint32_t first_weight[MATRICES];  // weight of the units before the matrix
     int out_stride[MATRICES];
-    int out_kind[MATRICES];    // STORE, MIXED: Kind
+    int out_float[MATRICES];   // STORE: nonzero for fp32
     float factor[MATRICES];    // of sums; 1 but for NVFP4
     int n_units;
     uint32_t span_weight;      // of a block; the first span_rest blocks have one more
@@ -437,7 +436,7 @@ DEVICE void finish_residual(const LinearSmallParams& p, const Segment& s, const 
 
 DEVICE void store_value(const LinearSmallParams& p, int matrix, int token, int row, float value) {
     const int at = token * p.out_stride[matrix] + row;
-    if ((EPILOGUE == STORE || EPILOGUE == MIXED) && p.out_kind[matrix] == FLOAT_ROWS) {
+    if (EPILOGUE == STORE && p.out_float[matrix]) {
         static_cast<float*>(p.out[matrix])[at] = value;
     } else {
         static_cast<uint16_t*>(p.out[matrix])[at] = float_to_bf16(value);
@@ -449,7 +448,6 @@ DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* sc
     const int g = static_cast<int>(lane_id()) >> 2;
     const int n_out = p.n_out[s.matrix];
     const float factor = WITH_FACTOR ? p.factor[s.matrix] : 1.0f;
-    const bool pairs = EPILOGUE == SWIGLU || (EPILOGUE == MIXED && p.out_kind[s.matrix] == PAIRS);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -461,7 +459,7 @@ DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* sc
             for (int m = 0; m < MT; ++m) {
                 if (m >= s.tiles) break;
                 const float first = sums[m][n][k] * scale, second = sums[m][n][k + LANE_TOKENS] * scale;
-                if (pairs) {
+                if constexpr (EPILOGUE == SWIGLU) {
                     const int row = (s.tile + m) * 8 + g;
                     if (row < n_out) store_value(p, s.matrix, token, row, silu(first) * second);
                 } else {

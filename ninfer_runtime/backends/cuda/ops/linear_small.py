@@ -19,15 +19,14 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activ
 
 __all__ = ["LinearSmall", "Output", "Residual", "RmsScale", "Workspace", "activation_stride", "specs"]
 
-Epilogue = Literal["store", "swiglu", "residual", "mixed"]
+Epilogue = Literal["store", "swiglu", "residual"]
 
 MAX_MATRICES = 4
 MAX_COLUMNS = 48
 TOKEN_TILE = 8
 FEW_COLUMNS = 4  # of the smallest variant
 MAX_BLOCK_SHARED = 101_376
-EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual", "mixed")  # numbered as in the kernel
-_PAIRS = 2  # Kind of the results of interleaved matrices in "mixed" launches
+EPILOGUES: tuple[Epilogue, ...] = ("store", "swiglu", "residual")  # numbered as in the kernel
 
 
 class LinearSmallParams(ctypes.Structure):
@@ -52,7 +51,7 @@ class LinearSmallParams(ctypes.Structure):
         ("unit_weight", ctypes.c_uint32 * MAX_MATRICES),
         ("first_weight", ctypes.c_uint32 * MAX_MATRICES),
         ("out_stride", ctypes.c_int32 * MAX_MATRICES),
-        ("out_kind", ctypes.c_int32 * MAX_MATRICES),
+        ("out_float", ctypes.c_int32 * MAX_MATRICES),
         ("factor", ctypes.c_float * MAX_MATRICES),
         ("n_units", ctypes.c_int32),
         ("span_weight", ctypes.c_uint32),
@@ -279,7 +278,7 @@ class LinearSmall:
         if not 1 <= len(matrices) <= MAX_MATRICES or len({m.k for m in matrices}) != 1:
             found = ", ".join(f"{m.name} [{m.n_rows}, {m.k}]" for m in matrices)
             raise UnsupportedError(f"one launch takes 1 to {MAX_MATRICES} matrices of one K, found {found}")
-        if epilogue != "mixed" and any(m.interleaved != (epilogue == "swiglu") for m in matrices):
+        if any(m.interleaved != (epilogue == "swiglu") for m in matrices):
             raise UnsupportedError(f"{matrices[0].name}: interleaved rows and the swiglu epilogue go together")
         if epilogue == "residual" and len(matrices) != 1:
             raise UnsupportedError("a launch with the residual epilogue takes one matrix")
@@ -315,8 +314,7 @@ class LinearSmall:
     ) -> None:
         """Queue the product with ``x``, bf16 [n_columns][activation_stride(k)].
 
-        ``outputs``: one per matrix; ``residual`` for "residual", where ``rstd`` is None. "mixed" stores the results of
-        plain matrices and the SwiGLU of interleaved ones.
+        ``outputs``: one per matrix for "store" and "swiglu"; ``residual`` for "residual", where ``rstd`` is None.
         """
         assert 1 <= n_columns <= self.max_columns
         assert len(outputs) == (0 if self.epilogue == "residual" else len(self.matrices))
@@ -336,7 +334,7 @@ class LinearSmall:
         p.span_weight, p.span_rest = divmod(spans.total_weight, spans.n_blocks)
         for i, output in enumerate(outputs):
             p.out[i] = output.pointer
-            p.out_kind[i] = _PAIRS if self.matrices[i].interleaved else int(output.is_float)
+            p.out_float[i] = output.is_float
             p.out_stride[i] = self.matrices[i].n_outputs if output.stride is None else output.stride
         p.x, p.x_stride, p.k_padded = x, activation_stride(self.matrices[0].k), self.matrices[0].k_padded
         p.workspace, p.n_columns = self._workspace.pointer, n_columns
