@@ -22,6 +22,9 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_CONCURRENCY = 8
 PREFILL_CHUNK_MULTIPLE = 128
+PREFILL_CHUNK = 1024
+EXPERTS_PREFILL_CHUNK = 4096
+"""On a card: an expert sees few tokens of a chunk, and reads all its weights for them."""
 MAX_DRAFTS = 5
 PAGE_TOKENS = 64
 
@@ -168,6 +171,11 @@ class Residency:
 ON_DEVICE = Residency()
 
 
+def default_prefill_chunk(backend: str, architecture: Architecture) -> int:
+    """Prompt tokens per prefill call where nobody asked for a number."""
+    return EXPERTS_PREFILL_CHUNK if backend == "cuda" and architecture == "qwen3_5_moe" else PREFILL_CHUNK
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything fixed when an engine starts.
@@ -180,7 +188,7 @@ class EngineConfig:
     kv_rotation    quantized KV only: rotate each head before it is stored
     kv_capacity    tokens in the shared KV pool, rounded up to pages; None = max_context × max_concurrency; "auto" =
                    what the device's free memory holds, at most that
-    prefill_chunk  most prompt tokens per prefill call, a multiple of 128
+    prefill_chunk  most prompt tokens per prefill call, a multiple of 128; None = ``default_prefill_chunk``
     max_concurrency  sequences that can be alive at once, 1..8
     nvfp4_activations  what prompts multiply NVFP4 matrices by: "a4" NVFP4 rows, "a16" rows as they are; "auto" = a4 on
                    cards with a product for it
@@ -205,7 +213,7 @@ class EngineConfig:
     kv_rotation: bool = True
     max_context: int = 2048
     kv_capacity: KvCapacity = None
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
     max_concurrency: int = 1
     nvfp4_activations: Nvfp4Activations = "auto"
     prefill_activations: PrefillActivations = "bf16"
@@ -231,11 +239,12 @@ class EngineConfig:
         _check_option("kv_dtype", self.kv_dtype, ("auto", "bf16", "int8", "fp6"))
         _check_integer("max_context", self.max_context, 1, 2**31 - 1, UsageError)
         _check_integer("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY, UsageError)
-        _check_integer("prefill_chunk", self.prefill_chunk, 1, 2**31 - 1, UsageError)
-        if self.prefill_chunk % PREFILL_CHUNK_MULTIPLE:
-            raise UsageError(
-                f"prefill_chunk is {self.prefill_chunk}, expected a positive multiple of {PREFILL_CHUNK_MULTIPLE}"
-            )
+        if self.prefill_chunk is not None:
+            _check_integer("prefill_chunk", self.prefill_chunk, 1, 2**31 - 1, UsageError)
+            if self.prefill_chunk % PREFILL_CHUNK_MULTIPLE:
+                raise UsageError(
+                    f"prefill_chunk is {self.prefill_chunk}, expected a positive multiple of {PREFILL_CHUNK_MULTIPLE}"
+                )
         if isinstance(self.kv_capacity, int):
             _check_integer("kv_capacity", self.kv_capacity, self.max_context, 2**40, UsageError)
         if self.weight_budget is not None:

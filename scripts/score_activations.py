@@ -42,11 +42,15 @@ SOURCE = ROOT / "examples" / "tiny" / "dense"
 
 @dataclass(frozen=True)
 class Score:
-    """One way of multiplying: perplexity, change of the mean loss in percent, root mean square error of logits."""
+    """One way of multiplying: perplexity, change of the mean loss in percent, root mean square error of logits.
+
+    ``standard_error`` is that of the change, from the changes of single documents.
+    """
 
     rows: str
     perplexity: float
     loss_change: float
+    standard_error: float
     rms_logit_error: float
 
 
@@ -90,21 +94,24 @@ def _of_ways(ways: Sequence[tuple[str, Path, EngineConfig]], texts: Sequence[lis
     """The first is what the others are measured against."""
     exact: list[NDArray[np.float32]] = []
     found: list[Score] = []
-    losses: list[float] = []
+    plain: NDArray[np.float64] = np.empty(0)
     for name, artifact, config in ways:
-        nats, n_tokens, squares, n_logits = 0.0, 0, 0.0, 0
+        nats: NDArray[np.float64] = np.empty(len(texts))
+        squares, n_logits = 0.0, 0
         with Engine.open(artifact, config) as engine:
             n_ids = engine.model.spec.n_addressable
             for i, ids in enumerate(texts):
                 logits = engine.teacher_forced_logits(ids)[:, :n_ids]
-                nats, n_tokens = nats + score_kv.negative_log_likelihood(logits, ids), n_tokens + len(ids) - 1
+                nats[i] = score_kv.negative_log_likelihood(logits, ids)
                 if len(exact) == i:
                     exact.append(logits)
                 squares += float(((logits - exact[i]).astype(np.float64) ** 2).sum())
                 n_logits += logits.size
-        losses.append(nats / n_tokens)
-        change = 100 * (losses[-1] / losses[0] - 1)
-        found.append(Score(name, math.exp(losses[-1]), change, math.sqrt(squares / n_logits)))
+        plain = plain if plain.size else nats
+        changes = 100 * (nats - plain) / plain.sum()
+        error = math.sqrt(len(texts)) * float(changes.std(ddof=1))
+        perplexity = math.exp(nats.sum() / sum(len(ids) - 1 for ids in texts))
+        found.append(Score(name, perplexity, float(changes.sum()), error, math.sqrt(squares / n_logits)))
     return found
 
 
@@ -121,11 +128,10 @@ def main() -> int:
         print(json.dumps({"schema": SCHEMA, "documents": args.documents, "models": document}, indent=1))
         return 0
     for name, found in results.items():
-        print(f"{name:34} perplexity  loss        logits rms")
+        print(f"{name:34} perplexity  loss                   logits rms")
         for score in found:
-            print(
-                f"  {score.rows:32} {score.perplexity:10.4f}  {score.loss_change:+8.3f} %  {score.rms_logit_error:.4f}"
-            )
+            change = f"{score.loss_change:+8.3f} % ± {score.standard_error:5.3f}"
+            print(f"  {score.rows:32} {score.perplexity:10.4f}  {change}  {score.rms_logit_error:.4f}")
     return 0
 
 

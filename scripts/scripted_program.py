@@ -68,7 +68,7 @@ class ScriptedProgram:
     @classmethod
     def for_config(cls, model: BoundModel, config: EngineConfig, script: Sequence[int]) -> Self:
         """A program as large as ``config`` asks for."""
-        return cls(model, program_limits(config), script)
+        return cls(model, program_limits(config, model.spec.architecture), script)
 
     def enter_thread(self) -> None:
         """Any thread will do."""

@@ -24,6 +24,7 @@ from ninfer_runtime.backends.base import (
 from ninfer_runtime.config import (
     ON_DEVICE,
     PAGE_TOKENS,
+    Architecture,
     Dtype,
     KvDtype,
     Nvfp4Activations,
@@ -31,6 +32,7 @@ from ninfer_runtime.config import (
     Proposer,
     Residency,
     SamplingParams,
+    default_prefill_chunk,
 )
 from ninfer_runtime.models.binder import BoundModel, bind
 
@@ -48,7 +50,8 @@ class BenchOptions:
     device: str = "cuda"
     dtype: Dtype = "bfloat16"
     kv_dtype: KvDtype = "int8"
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
+    """None: what the engine takes for the model."""
     seed: int = 0
     max_drafts: int = 0
     """Of the draft layer, if there is one to measure."""
@@ -152,16 +155,17 @@ class Running:
         return rng.integers(0, self.model.spec.n_addressable, n_tokens).astype(np.int32)
 
 
-def program_limits(options: BenchOptions, room: Room) -> ProgramLimits:
+def program_limits(options: BenchOptions, room: Room, architecture: Architecture) -> ProgramLimits:
     """Limits that hold ``room``."""
     n_pages = -(-max(room.tokens, room.context) // PAGE_TOKENS)
+    chunk = options.prefill_chunk or default_prefill_chunk(options.backend, architecture)
     return ProgramLimits(
         max_rows=room.rows,
         max_columns=room.columns,
         max_context=room.context,
         n_pages=max(n_pages, room.rows * -(-room.tokens // room.rows // PAGE_TOKENS)),
         n_slots=room.rows,
-        prefill_chunk=min(options.prefill_chunk, room.context),
+        prefill_chunk=min(chunk, room.context),
         logits_rows=1,
         max_drafts=options.max_drafts,
     )
@@ -195,7 +199,7 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
             proposer=proposer,
             residency=options.residency,
         )
-        plan = maker.plan_memory(model, program_limits(options, room), wanted)
+        plan = maker.plan_memory(model, program_limits(options, room, model.spec.architecture), wanted)
         missing = plan.device_bytes - maker.free_memory(wanted)
         if missing > 0:
             raise UsageError(

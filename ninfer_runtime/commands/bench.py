@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ninfer_runtime.commands.flags import Nvfp4ActivationsName, PrefillActivationsName
+from ninfer_runtime.commands.flags import Nvfp4ActivationsName, PrefillActivationsName, PrefillChunk
 from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
@@ -38,16 +38,13 @@ Context = Annotated[
     typer.Option("--context", parser=positive, metavar="N", help="Tokens before the rounds; repeatable.  [7680]"),
 ]
 Rounds = Annotated[int, typer.Option("--rounds", parser=positive, metavar="N", help="Rounds to time.")]
-PrefillChunk = Annotated[
-    int, typer.Option("--prefill-chunk", parser=positive, metavar="N", help="Prompt tokens at a time.")
-]
 Seed = Annotated[int, typer.Option("--seed", parser=unsigned, metavar="N", help="Of the random tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also draw the roofline.")]
 
 
 def _options(
-    file: Path, backend: str, device: str | None, dtype: Dtype, kv_dtype: KvDtype | None, chunk: int, seed: int
+    file: Path, backend: str, device: str | None, dtype: Dtype, kv_dtype: KvDtype | None, chunk: int | None, seed: int
 ) -> "BenchOptions":
     from ninfer_runtime.backends import default_device
     from ninfer_runtime.bench.running import BenchOptions
@@ -96,7 +93,7 @@ def decode(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = None,
-    prefill_chunk: PrefillChunk = 1024,
+    prefill_chunk: PrefillChunk = None,
     seed: Seed = 0,
     plot: Plot = None,
     as_json: Json = False,
@@ -125,7 +122,7 @@ def prefill(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = None,
-    prefill_chunk: PrefillChunk = 1024,
+    prefill_chunk: PrefillChunk = None,
     nvfp4_activations: Nvfp4ActivationsName = "auto",
     prefill_activations: PrefillActivationsName = "bf16",
     seed: Seed = 0,
@@ -134,12 +131,12 @@ def prefill(
 ) -> int:
     """Time prompts, and the attention of a late chunk."""
     from ninfer_runtime.bench.prefill import LateChunk, Prompt
-    from ninfer_runtime.bench.suite import CONTEXT, bench_prefill
+    from ninfer_runtime.bench.suite import CONTEXT, LATE_CHUNK, bench_prefill
 
     prompts = [Prompt(n_tokens) for n_tokens in tokens or [CONTEXT]]
     options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
     options = replace(options, nvfp4_activations=nvfp4_activations, prefill_activations=prefill_activations)
-    chunk = None if late is None else LateChunk(late, prefill_chunk)
+    chunk = None if late is None else LateChunk(late, prefill_chunk or LATE_CHUNK.n_tokens)
     return bench_prefill(options, prompts, chunk, _output(as_json, plot))
 
 
@@ -244,7 +241,7 @@ def everything(
     device: Device = None,
     dtype: DtypeName = "bfloat16",
     kv_dtype: KvDtypeName = None,
-    prefill_chunk: PrefillChunk = 1024,
+    prefill_chunk: PrefillChunk = None,
     seed: Seed = 0,
     plot: Plot = None,
     as_json: Json = False,

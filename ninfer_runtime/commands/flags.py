@@ -35,8 +35,13 @@ MaxContext = Annotated[
     typer.Option("--max-context", parser=positive, metavar="N", help="Most tokens of prompt and answer.  [2048]"),
 ]
 PrefillChunk = Annotated[
-    int,
-    typer.Option("--prefill-chunk", parser=positive, metavar="N", help="Prompt tokens at a time, a multiple of 128."),
+    int | None,
+    typer.Option(
+        "--prefill-chunk",
+        parser=positive,
+        metavar="N",
+        help="Prompt tokens at a time, a multiple of 128.  [1024; on a card 4096 with experts]",
+    ),
 ]
 KvRotation = Annotated[
     OnOff, typer.Option("--kv-rotation", help="Rotate each head before it is stored in int8 or fp6.")

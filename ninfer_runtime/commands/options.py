@@ -36,7 +36,7 @@ class EngineOptions:
     dtype: Dtype = "bfloat16"
     kv_dtype: KvDtype = "auto"
     max_context: int | None = None
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
     kv_rotation: bool = True
     nvfp4_activations: Nvfp4Activations = "auto"
     prefill_activations: PrefillActivations = "bf16"
@@ -62,7 +62,7 @@ class PlanOptions:
     kv_dtype: KvDtype = "auto"
     kv_capacity: KvCapacity = None
     max_concurrency: int = 1
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
     snapshots: int = 0
     spec: Proposer = "none"
     draft_tokens: int = 0

@@ -117,12 +117,17 @@ _HOST_ROWS = ("host memory", "networks on the device", "slots of the others", "p
 """Left out where they say nothing."""
 
 
+def _chunk(cards: Sequence[CardSurvey]) -> int:
+    """Prompt tokens per prefill call, the same on every card."""
+    return cards[0].survey.plan.limits.prefill_chunk
+
+
 def _lines(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurvey]) -> Iterator[str]:
     drafts = f", {config.draft_tokens} drafts by {config.spec}" if config.spec != "none" else ""
     kv_dtype = "bf16" if config.kv_dtype == "auto" else config.kv_dtype
     yield (
         f"{model.artifact.identity}: context {config.max_context:,}, sequences {config.max_concurrency}, "
-        f"keys and values {kv_dtype}, prefill chunk {config.prefill_chunk:,}{drafts}"
+        f"keys and values {kv_dtype}, prefill chunk {_chunk(cards):,}{drafts}"
     )
     cells = [(label, *(of(found) for found in cards)) for label, of in _ROWS]
     cells = [row for row in cells if row[0] not in _HOST_ROWS or set(row[1:]) - {"-", "all", mebibytes(0)}]
@@ -164,7 +169,7 @@ def _document(model: BoundModel, config: EngineConfig, cards: Sequence[CardSurve
         "context": config.max_context,
         "concurrency": config.max_concurrency,
         "kv_dtype": "bf16" if config.kv_dtype == "auto" else config.kv_dtype,
-        "prefill_chunk": config.prefill_chunk,
+        "prefill_chunk": _chunk(cards),
         "draft_tokens": config.draft_tokens,
         "cards": [_card_document(found) for found in cards],
     }

@@ -22,7 +22,7 @@ def plan(
         int | None, typer.Option("--max-context", parser=positive, metavar="N", help="Tokens of a sequence.  [8192]")
     ] = None,
     max_concurrency: flags.MaxConcurrency = 1,
-    prefill_chunk: flags.PrefillChunk = 1024,
+    prefill_chunk: flags.PrefillChunk = None,
     snapshots: Annotated[
         int, typer.Option("--snapshots", parser=unsigned, metavar="N", help="States kept for prefix reuse.")
     ] = 0,

@@ -54,7 +54,7 @@ def start_rows(session: Session, config: EngineConfig, engine: "Engine") -> list
         ("model", "file", f"{session.artifact.path} ({session.artifact.file_bytes:,} bytes)"),
         ("model", "identity", f"{session.artifact.identity} ({session.architecture}, recipe {recipe})"),
         ("engine", "backend", f"{config.backend} on {config.device}, {config.dtype}"),
-        ("engine", "context", f"{config.max_context} tokens, prefill chunk {config.prefill_chunk}"),
+        ("engine", "context", f"{config.max_context} tokens, prefill chunk {engine.plan.limits.prefill_chunk}"),
     ]
     rows += format_rows(config)
     rows += [("engine", label, f"{n_bytes / 2**20:,.1f} MiB") for label, n_bytes in engine.plan.rows() if n_bytes]

@@ -100,7 +100,7 @@ def serve(
     ] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page at /.")] = False,
     max_context: ServedContext = None,
-    prefill_chunk: flags.PrefillChunk = 1024,
+    prefill_chunk: flags.PrefillChunk = None,
     max_concurrency: flags.MaxConcurrency = 1,
     max_pending: MaxPending = 16,
     pending_seconds: PendingSeconds = 30.0,

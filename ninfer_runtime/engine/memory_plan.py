@@ -6,7 +6,15 @@ from typing import Any
 
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.base import Backend, MemoryPlan, ProgramLimits, ProgramOptions
-from ninfer_runtime.config import MAX_CONCURRENCY, PAGE_TOKENS, PREFILL_CHUNK_MULTIPLE, EngineConfig, KvDtype
+from ninfer_runtime.config import (
+    MAX_CONCURRENCY,
+    PAGE_TOKENS,
+    PREFILL_CHUNK_MULTIPLE,
+    Architecture,
+    EngineConfig,
+    KvDtype,
+    default_prefill_chunk,
+)
 from ninfer_runtime.models.binder import BoundModel
 
 MAX_LOGITS_ROWS = 256
@@ -40,9 +48,10 @@ def program_options(config: EngineConfig) -> ProgramOptions:
     )
 
 
-def program_limits(config: EngineConfig) -> ProgramLimits:
+def program_limits(config: EngineConfig, architecture: Architecture) -> ProgramLimits:
     """Limits of a program that serves this config; with ``kv_capacity`` "auto" those of the largest pool."""
-    chunk = min(config.prefill_chunk, config.max_context)
+    chunk = config.prefill_chunk or default_prefill_chunk(config.backend, architecture)
+    chunk = min(chunk, config.max_context)
     return ProgramLimits(
         max_rows=config.max_concurrency,
         max_columns=1 + config.draft_tokens,
@@ -83,7 +92,7 @@ def plan_within(backend: Backend, model: BoundModel, config: EngineConfig, free:
     With ``kv_capacity`` "auto" the pool is the largest that leaves ``HEADROOM_BYTES`` of ``free``: at most every
     sequence's whole context, at least one whole context and one page per sequence.
     """
-    options, limits = program_options(config), program_limits(config)
+    options, limits = program_options(config), program_limits(config, model.spec.architecture)
     least = max(config.pages_per_sequence, config.max_concurrency)
     if config.kv_capacity == "auto" and config.weight_residency == "ffn":
         # Networks take what the smallest pool leaves; the pool then takes the rest.
@@ -204,7 +213,7 @@ def _single_changes(config: EngineConfig) -> Iterator[tuple[EngineConfig, str]]:
         yield replace(config, kv_capacity="auto"), "--kv-capacity auto"
     for n in range(config.max_concurrency - 1, 0, -1):
         yield replace(config, max_concurrency=n), f"--max-concurrency {n}"
-    if config.prefill_chunk > _SMALLEST_CHUNK:
+    if config.prefill_chunk != _SMALLEST_CHUNK:
         yield replace(config, prefill_chunk=_SMALLEST_CHUNK), f"--prefill-chunk {_SMALLEST_CHUNK}"
     if config.backend == "cuda":
         yield from _host_changes(config)

@@ -26,6 +26,7 @@ from ninfer_runtime.engine.memory_plan import (
     KV_FORMATS,
     largest,
     plan_within,
+    program_limits,
     program_options,
     room_on,
     survey,
@@ -254,3 +255,20 @@ def test_what_cannot_be_planned_is_one_line(
     assert (run.code, run.out) == (code, "")
     assert message in run.err
     assert "Traceback" not in run.err
+
+
+@pytest.mark.parametrize(
+    "backend, identity, expected",
+    [
+        ("cuda", DENSE, 1024),
+        ("cuda", SPARSE, 4096),
+        ("reference", SPARSE, 1024),
+    ],
+)
+def test_chunks_nobody_chose_suit_the_model_and_its_backend(backend: str, identity: str, expected: int) -> None:
+    with planned_from(identity) as model:
+        architecture = model.spec.architecture
+    config = EngineConfig(backend=backend, max_context=8192)
+    assert program_limits(config, architecture).prefill_chunk == expected
+    assert program_limits(replace(config, prefill_chunk=256), architecture).prefill_chunk == 256
+    assert program_limits(replace(config, max_context=200), architecture).prefill_chunk == 200
