@@ -8,10 +8,10 @@ SUITE_SECONDS ?= 1440
 PYTEST_ARGS ?=
 CHROMIUM ?= /usr/bin/chromium
 PAGE_ARGS ?=
-# make gpu takes the Python that has the cuda extra, and writes this synthetic artifact unless it is there.
+# make gpu takes the Python that has the cuda extra, and writes these synthetic artifacts unless they are there.
 GPU_PYTHON ?= $(PYTHON)
-GPU_IDENTITY ?= qwen3.6-27b/groupwise-int
-GPU_ARTIFACT ?= build/synthetic.ninfer
+GPU_IDENTITIES ?= qwen3.6-27b/groupwise-int qwen3.6-27b/nvfp4 qwen3.8-27b/groupwise-int qwen3.6-27b/w8 qwen3.6-35b-a3b/groupwise-int
+GPU_FOLDER ?= build/synthetic
 # Whole programs are left out of the sanitizer's runs: their kernels are those of the other files.
 SANITIZED ?= $(filter-out %/test_program.py %/test_recipes.py %/test_prefix.py %/test_speculation.py,$(wildcard tests/gpu/test_*.py))
 
@@ -67,9 +67,13 @@ bench: $(TEST_STAMP)  ## every benchmark of scripts/bench_*.py, one after the ot
 
 gpu:  ## on a machine with a card: the gpu tests, then every benchmark; writes bench/records/<date>-<gpu>.json
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
-	@mkdir -p build
-	test -f $(GPU_ARTIFACT) || $(GPU_RUN) bench synth $(GPU_IDENTITY) $(GPU_ARTIFACT)
-	$(GPU_RUN) bench all $(GPU_ARTIFACT) --record bench/records --plot build/roofline.png
+	@mkdir -p $(GPU_FOLDER)
+	for identity in $(GPU_IDENTITIES); do \
+	  file=$(GPU_FOLDER)/$$(echo $$identity | tr / _).ninfer; \
+	  test -f $$file || $(GPU_RUN) bench synth $$identity $$file || exit 1; \
+	done
+	$(GPU_RUN) bench all $(foreach identity,$(GPU_IDENTITIES),$(GPU_FOLDER)/$(subst /,_,$(identity)).ninfer) \
+	  --record bench/records --plot build/roofline.png
 
 sanitize:  ## on a machine with a card: compute-sanitizer's memcheck and racecheck over every kernel's gpu tests
 	for tool in memcheck racecheck; do \

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ninfer_format import NUMERIC_FORMATS, Artifact, TensorEntry
 from ninfer_format.errors import NinferError
 from ninfer_runtime.bench.decode import COLUMN_SHAPES, ROW_COUNTS, Shape, aggregate, columns, decode, finite_logits
 from ninfer_runtime.bench.drafts import N_DRAFTS, ROWS, ForcesAcceptance, drafts, recurrence
@@ -21,6 +22,7 @@ from ninfer_runtime.bench.prefill import LateChunk, Prompt, attention, prefill
 from ninfer_runtime.bench.report import Limits, Record, Result, current_commit, plot_roofline, render
 from ninfer_runtime.bench.running import BenchOptions, Room, Running, has_draft_layer, running
 from ninfer_runtime.commands.report import say
+from ninfer_runtime.config import Nvfp4Activations
 
 if TYPE_CHECKING:
     from ninfer_runtime.backends.cuda.device import Device
@@ -29,11 +31,29 @@ CONTEXT = 7_680
 CONTEXTS = (CONTEXT, 65_536, 250_000)
 LATE_CHUNK = LateChunk(131_072, 1_024)
 ROUNDS = 64
+NVFP4_ROWS: tuple[Nvfp4Activations, ...] = ("a4", "a16")
 
 Part = Callable[[Running], Iterable[Result]]
 """One benchmark; an error in it does not keep the others from running."""
-Drafting = tuple[BenchOptions, Room, Sequence[Part]]
-"""A program that drafts, made when the first has gone, and what is measured on it."""
+Variant = tuple[BenchOptions, Room, Sequence[Part]]
+"""A program with other options, made when the first has gone, and what is measured on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is measured of one artifact.
+
+    ``parts`` on a program with ``room``, then without it: ``prompts`` over other activations, a program that drafts,
+    ``offloads``, and loading.
+    """
+
+    options: BenchOptions
+    room: Room
+    parts: Sequence[Part]
+    prompts: Sequence[Variant] = ()
+    drafting: Variant | None = None
+    offloads: Sequence[OffloadCase] = ()
+    loads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +68,20 @@ class Output:
 def bench_decode(options: BenchOptions, shapes: Sequence[Shape], output: Output) -> int:
     """``decode/…`` and ``host/…`` of the shapes; the exit code."""
     parts = [_decode(shape, options.seed) for shape in shapes]
-    return _report(options, _room(shape.room for shape in shapes), parts, output)
+    return _report([Job(options, _room(shape.room for shape in shapes), parts)], output)
 
 
 def bench_prefill(options: BenchOptions, prompts: Sequence[Prompt], late: LateChunk | None, output: Output) -> int:
     """``prefill/…`` of the prompts and ``attention/…`` of a late chunk; the exit code."""
     room = _room([*(prompt.room for prompt in prompts), *([late.room] if late else [])])
     parts = [*(_prefill(prompt, options.seed) for prompt in prompts), *([_late(late, options.seed)] if late else [])]
-    return _report(options, room, parts, output)
+    return _report([Job(options, room, parts)], output)
 
 
 def bench_ops(options: BenchOptions, context: int, rounds: int, output: Output) -> int:
     """``matrix/…`` and ``columns/…``; the exit code."""
     parts = [ops, moe, _columns(context, rounds, options.seed)]
-    return _report(options, _widest(context, rounds).room, parts, output)
+    return _report([Job(options, _widest(context, rounds).room, parts)], output)
 
 
 def bench_drafts(options: BenchOptions, context: int, rounds: int, output: Output) -> int:
@@ -69,41 +89,49 @@ def bench_drafts(options: BenchOptions, context: int, rounds: int, output: Outpu
     seconds: dict[int, float] = {}
     room = Shape(context, max(ROW_COUNTS), 1 + N_DRAFTS, rounds).room
     parts = [_aggregate(context, rounds, options.seed, seconds), recurrence]
-    drafting = _drafting(options, context, rounds, seconds)
-    return _report(options, room, parts, output, drafting=drafting)
+    return _report([Job(options, room, parts, drafting=_drafting(options, context, rounds, seconds))], output)
 
 
 def bench_offload(options: BenchOptions, cases: Sequence[OffloadCase], output: Output) -> int:
     """``offload/…``; the exit code."""
-    return _report(options, Room(), [], output, offloads=cases)
+    return _report([Job(options, Room(), [], offloads=cases)], output)
 
 
 def bench_load(options: BenchOptions, output: Output) -> int:
     """``load/…``; the exit code."""
-    return _report(options, Room(), [], output, and_load=True)
+    return _report([Job(options, Room(), [], loads=True)], output)
 
 
-def bench_all(options: BenchOptions, contexts: Sequence[int], rounds: int, output: Output) -> int:
-    """Every number, on one program but for loading; the exit code."""
+def bench_all(every: Sequence[BenchOptions], contexts: Sequence[int], rounds: int, output: Output) -> int:
+    """Every number of every artifact, in one record; the exit code."""
+    return _report([_everything(options, contexts, rounds) for options in every], output)
+
+
+def _everything(options: BenchOptions, contexts: Sequence[int], rounds: int) -> Job:
+    """On one program but for drafting, streaming and loading."""
     first, *others = (Shape(context, rounds=rounds) for context in sorted(contexts))
     wide, prompt = _widest(first.context, rounds), Prompt(first.context)
     late = [LATE_CHUNK] if max(contexts) >= LATE_CHUNK.start + LATE_CHUNK.n_tokens else []
     shapes = (first, *others, wide, Shape(first.context, max(ROW_COUNTS), rounds=rounds))
-    room = _room([*(shape.room for shape in shapes), prompt.room, *(chunk.room for chunk in late)])
     seconds: dict[int, float] = {}
-    parts = [
-        _aggregate(first.context, rounds, options.seed, seconds),
-        _columns(first.context, rounds, options.seed),
-        ops,
-        moe,
-        _prefill(prompt, options.seed),
-        *(_late(chunk, options.seed) for chunk in late),
-        *(_decode(shape, options.seed) for shape in others),
-        recurrence,
-    ]
-    drafting = _drafting(options, first.context, rounds, seconds)
-    offloads = offload_cases(first.context, rounds)
-    return _report(options, room, parts, output, and_load=True, drafting=drafting, offloads=offloads)
+    return Job(
+        options,
+        _room([*(shape.room for shape in shapes), prompt.room, *(chunk.room for chunk in late)]),
+        parts=[
+            _aggregate(first.context, rounds, options.seed, seconds),
+            _columns(first.context, rounds, options.seed),
+            ops,
+            moe,
+            _prefill(prompt, options.seed),
+            *(_late(chunk, options.seed) for chunk in late),
+            *(_decode(shape, options.seed) for shape in others),
+            recurrence,
+        ],
+        prompts=prompt_variants(options, prompt),
+        drafting=_drafting(options, first.context, rounds, seconds),
+        offloads=offload_cases(first.context, rounds),
+        loads=True,
+    )
 
 
 def _decode(shape: Shape, seed: int) -> Part:
@@ -114,11 +142,25 @@ def _aggregate(context: int, rounds: int, seed: int, seconds: dict[int, float]) 
     return lambda run: aggregate(run, context, rounds, seed, seconds)
 
 
-def _drafting(options: BenchOptions, context: int, rounds: int, seconds: dict[int, float]) -> Drafting:
+def _drafting(options: BenchOptions, context: int, rounds: int, seconds: dict[int, float]) -> Variant:
     """A program that drafts, its room, and its rounds; ``seconds`` of plain ones are there by then."""
     room = Shape(context, max(ROWS), 1 + N_DRAFTS, rounds).room
     parts: list[Part] = [lambda run: drafts(run, context, rounds, options.seed, seconds)]
     return replace(options, max_drafts=N_DRAFTS), room, parts
+
+
+def prompt_variants(options: BenchOptions, prompt: Prompt) -> list[Variant]:
+    """Programs of a card whose prompts multiply the artifact's formats by other activations; they name themselves."""
+    if options.backend != "cuda":
+        return []
+    with Artifact.open(options.path) as artifact:
+        kinds = {NUMERIC_FORMATS[e.format].kind for e in artifact.directory.objects if isinstance(e, TensorEntry)}
+    choices = []
+    if "nvfp4" in kinds:
+        choices += [replace(options, nvfp4_activations=rows) for rows in NVFP4_ROWS]
+    if "grouped" in kinds:
+        choices.append(replace(options, prefill_activations="int8"))
+    return [(chosen, prompt.room, [_prefill(prompt, options.seed)]) for chosen in choices]
 
 
 def _columns(context: int, rounds: int, seed: int) -> Part:
@@ -179,37 +221,39 @@ class _Recorder:
             record.replace(self._path)
 
 
-def _measured(
-    options: BenchOptions,
-    room: Room,
-    parts: Sequence[Part],
-    folder: Path | None,
-    *,
-    and_load: bool,
-    drafting: Drafting | None,
-    offloads: Sequence[OffloadCase],
-) -> Record:
-    """Create the program, measure the roofs on the same device, then the parts; afterwards, without it, the parts of a
-    program that drafts, programs whose networks are streamed, and loading."""
-    with running(options, room) as run:
-        say(f"started {run.identity} in {run.create_seconds:.1f} s")
-        device: Device | None = getattr(run.program, "device", None)
-        name = platform.machine() if device is None else device.name.partition("\0")[0].strip()
-        recorder = _Recorder(name, host_limits() if device is None else device_limits(device), folder)
-        recorder.note(f"backend {options.backend}, {run.kv_dtype} KV")
-        recorder.add(lambda: _check(run, min(256, room.context // 2), options.seed))
-        for part in parts:
-            recorder.add(partial(part, run))
-        forces = isinstance(run.program, ForcesAcceptance)
-    if drafting is not None and forces and has_draft_layer(options.path):
-        with running(drafting[0], drafting[1]) as run:
-            for part in drafting[2]:
+def _measured(jobs: Sequence[Job], folder: Path | None) -> Record:
+    """All jobs, one after the other; the roofs are measured beside the first one's program, on the same device."""
+    recorder: _Recorder | None = None
+    for job in jobs:
+        with running(job.options, job.room) as run:
+            say(f"started {run.identity} in {run.create_seconds:.1f} s")
+            if recorder is None:
+                recorder = _recorder(run, folder)
+            recorder.note(f"{run.identity}: backend {job.options.backend}, {run.kv_dtype} KV")
+            recorder.add(partial(_check, run, min(256, job.room.context // 2), job.options.seed))
+            for part in job.parts:
                 recorder.add(partial(part, run))
-    if offloads and forces and has_draft_layer(options.path):
-        recorder.add(lambda: offload(options, offloads))
-    if and_load:
-        recorder.add(lambda: load(options))
+            forces = isinstance(run.program, ForcesAcceptance)
+        drafts = forces and has_draft_layer(job.options.path)
+        variants = [*job.prompts, *([job.drafting] if job.drafting is not None and drafts else [])]
+        for options, room, parts in variants:
+            with running(options, room) as run:
+                for part in parts:
+                    recorder.add(partial(part, run))
+        if job.offloads and drafts:
+            recorder.add(partial(offload, job.options, job.offloads))
+        if job.loads:
+            recorder.add(partial(load, job.options))
+    assert recorder is not None
     return recorder.record
+
+
+def _recorder(run: Running, folder: Path | None) -> _Recorder:
+    """A record of the device that ``run`` is on, with its roofs."""
+    device: Device | None = getattr(run.program, "device", None)
+    if device is None:
+        return _Recorder(platform.machine(), host_limits(), folder)
+    return _Recorder(device.name.partition("\0")[0].strip(), device_limits(device), folder)
 
 
 def _check(run: Running, context: int, seed: int) -> list[Result]:
@@ -218,18 +262,9 @@ def _check(run: Running, context: int, seed: int) -> list[Result]:
     return [Result(f"check/{run.identity}/logits", float(not wrong), "good", check="finite logits", problem=wrong)]
 
 
-def _report(
-    options: BenchOptions,
-    room: Room,
-    parts: Sequence[Part],
-    output: Output,
-    *,
-    and_load: bool = False,
-    drafting: Drafting | None = None,
-    offloads: Sequence[OffloadCase] = (),
-) -> int:
+def _report(jobs: Sequence[Job], output: Output) -> int:
     """Measure, print and draw; 1 when an output check failed."""
-    record = _measured(options, room, parts, output.folder, and_load=and_load, drafting=drafting, offloads=offloads)
+    record = _measured(jobs, output.folder)
     if output.plot is not None:
         plot_roofline(record, output.plot)
     if output.as_json:

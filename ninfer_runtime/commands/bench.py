@@ -231,7 +231,7 @@ def offload(
 
 @bench.command(name="all")
 def everything(
-    file: File,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", show_default=False, help="The .ninfer files.")],
     context: Context = None,
     rounds: Rounds = 64,
     record: Annotated[
@@ -249,5 +249,5 @@ def everything(
     """Measure everything, by default at 7,680, 65,536 and 250,000 tokens of context."""
     from ninfer_runtime.bench.suite import CONTEXTS, bench_all
 
-    options = _options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed)
-    return bench_all(options, tuple(context or CONTEXTS), rounds, _output(as_json, plot, record))
+    every = [_options(file, backend, device, dtype, kv_dtype, prefill_chunk, seed) for file in files]
+    return bench_all(every, tuple(context or CONTEXTS), rounds, _output(as_json, plot, record))

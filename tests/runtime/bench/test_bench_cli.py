@@ -100,6 +100,17 @@ def test_load_ops_and_all_run_without_a_card(ninfer: Ninfer, artifact: Path, tmp
     assert json.loads(written.read_text()) == run.document
 
 
+def test_several_artifacts_make_one_record(ninfer: Ninfer, artifact: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.ninfer"
+    config = TRAINED / "dense" / "config.json"
+    assert ninfer("bench", "synth", "other/groupwise-int", other, "--config", config).code == 0
+    run = ninfer("bench", "all", artifact, other, "--context", 64, "--rounds", 8, *CPU)
+    assert run.code == 0, run.err
+    of_each = [name.split("/")[1] for name in ids(run.document) if name.startswith("prefill/")]
+    assert len(of_each) == 2
+    assert of_each[0] != of_each[1] == "other"
+
+
 def test_an_error_on_the_way_keeps_what_was_measured(
     ninfer: Ninfer, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

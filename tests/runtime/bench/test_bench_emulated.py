@@ -11,7 +11,7 @@ import pytest
 from ninfer_runtime.backends.base import Backend
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.residency import Rates
-from ninfer_runtime.bench import decode, drafts, load, offload, prefill, running
+from ninfer_runtime.bench import decode, drafts, load, offload, prefill, running, suite
 from ninfer_runtime.bench.decode import Shape
 from ninfer_runtime.bench.running import BenchOptions, Room
 from ninfer_runtime.bench.synthetic import plan_synthetic, write_synthetic
@@ -50,6 +50,22 @@ def test_rounds_prompts_and_late_chunks_pass_their_checks(options: BenchOptions)
         assert prompt.problem == ""
         assert late is not None
         assert late.problem == ""
+
+
+@pytest.mark.parametrize(
+    "recipe, endings", [("groupwise-int", ["int8"]), ("nvfp4", ["a4", "a16", "int8"]), ("bf16", [])]
+)
+def test_prompts_are_also_measured_over_other_activations(
+    options: BenchOptions, tmp_path: Path, recipe: str, endings: list[str]
+) -> None:
+    path = tmp_path / "other.ninfer"
+    write_synthetic(plan_synthetic(f"tiny/{recipe}", config=TRAINED / "dense" / "config.json"), path)
+    found = []
+    for chosen, room, parts in suite.prompt_variants(replace(options, path=path), prefill.Prompt(70)):
+        with running.running(chosen, room) as run:
+            found += [result for part in parts for result in part(run)]
+    assert [result.id.rpartition("/")[2] for result in found] == endings
+    assert not [result.problem for result in found if result.problem]
 
 
 def test_loading_counts_the_bytes_that_the_program_moved(options: BenchOptions) -> None:
