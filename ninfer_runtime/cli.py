@@ -18,6 +18,7 @@ from ninfer_runtime.commands.flags import (
     DraftTokens,
     DtypeName,
     Effort,
+    FfnCpuLayers,
     FfnLayers,
     File,
     Frequency,
@@ -85,10 +86,12 @@ def _engine_options(
     kv_capacity: str | None = None,
     no_draft_backoff: bool = False,
     n_ffn_layers: str | None = None,
+    ffn_cpu: str | None = None,
     **fields: Any,
 ) -> "EngineOptions":
     """Fields that are spelled otherwise as options; the rest have the names of ``EngineOptions``."""
     from ninfer_runtime.commands.options import EngineOptions
+    from ninfer_runtime.commands.parsing import ffn_cpu as read_cpu
     from ninfer_runtime.commands.parsing import ffn_layers
     from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
 
@@ -98,6 +101,7 @@ def _engine_options(
         kv_capacity=None if kv_capacity is None else read_capacity(kv_capacity),
         draft_backoff=not no_draft_backoff,
         n_ffn_layers=ffn_layers(n_ffn_layers),
+        ffn_cpu=read_cpu(ffn_cpu),
         **fields,
     )
 
@@ -192,6 +196,7 @@ def generate(
     no_draft_backoff: NoDraftBackoff = False,
     weight_residency: WeightResidencyName = "device",
     n_ffn_layers: FfnLayers = None,
+    ffn_cpu: FfnCpuLayers = None,
     host_embedding: HostEmbedding = False,
     memory_limit: MemoryLimit = None,
     host_link_limit: HostLinkLimit = None,
@@ -222,6 +227,7 @@ def generate(
             no_draft_backoff=no_draft_backoff,
             weight_residency=weight_residency,
             n_ffn_layers=n_ffn_layers,
+            ffn_cpu=ffn_cpu,
             host_embedding=host_embedding,
             memory_limit=memory_limit,
             host_link_limit=host_link_limit,
@@ -290,6 +296,7 @@ def chat(
     no_draft_backoff: NoDraftBackoff = False,
     weight_residency: WeightResidencyName = "device",
     n_ffn_layers: FfnLayers = None,
+    ffn_cpu: FfnCpuLayers = None,
     host_embedding: HostEmbedding = False,
     memory_limit: MemoryLimit = None,
     host_link_limit: HostLinkLimit = None,
@@ -319,6 +326,7 @@ def chat(
             no_draft_backoff=no_draft_backoff,
             weight_residency=weight_residency,
             n_ffn_layers=n_ffn_layers,
+            ffn_cpu=ffn_cpu,
             host_embedding=host_embedding,
             memory_limit=memory_limit,
             host_link_limit=host_link_limit,

@@ -16,6 +16,7 @@ Nvfp4Activations = Literal["auto", "a4", "a16"]
 PrefillActivations = Literal["bf16", "int8"]
 KvCapacity = int | Literal["auto"] | None
 WeightResidency = Literal["device", "ffn"]
+FfnCpu = int | Literal["auto"]
 Architecture = Literal["qwen3_5", "qwen3_5_moe"]
 
 MAX_SEED = 2**64 - 1
@@ -145,20 +146,26 @@ class Residency:
     n_ffn_layers   with "ffn": layers whose networks stay on the device; None = as many as fit
     streamed       indices of the other layers; None = a backend's choice, which it keeps in its plan
     n_slots        networks that the device holds on the way; chosen with ``streamed``
+    n_cpu_layers   of the streamed layers, how many the CPU computes in rounds; None = as many as make rounds shortest
+    on_cpu         their indices; chosen with ``streamed``
     host_embedding the token embedding in pinned host memory, of which rows are read
     memory_limit   bytes of a card that is emulated: no more than such a card leaves a program is used
     link_limit     bytes per second of its link: copies of networks take at least that long
     rates          bytes per second of memory and link that ``streamed`` was chosen for, without the limit
+    cpu_seconds    of one layer's network on the CPU in rounds of one column and of eight, where that was measured
     """
 
     weights: WeightResidency = "device"
     n_ffn_layers: int | None = None
     streamed: tuple[int, ...] | None = None
     n_slots: int = 0
+    n_cpu_layers: int | None = 0
+    on_cpu: tuple[int, ...] = ()
     host_embedding: bool = False
     memory_limit: int | None = None
     link_limit: float | None = None
     rates: tuple[float, float] | None = None
+    cpu_seconds: tuple[float, float] | None = None
 
     @property
     def slowdown(self) -> float:
@@ -202,6 +209,7 @@ class EngineConfig:
     snapshots      saved states for that, on the device; ``host_snapshots`` in host memory
     max_pending    requests that may wait; ``pending_seconds``: how long one may (None: for ever)
     weight_residency, n_ffn_layers, host_embedding, memory_limit, host_link_limit   as ``Residency`` has them
+    ffn_cpu        streamed layers whose networks the CPU computes in rounds; "auto" = as many as make rounds shortest
 
     Raises UsageError naming the field, the value and what is allowed.
     """
@@ -230,6 +238,7 @@ class EngineConfig:
     pending_seconds: float | None = None
     weight_residency: WeightResidency = "device"
     n_ffn_layers: int | None = None
+    ffn_cpu: FfnCpu = 0
     host_embedding: bool = False
     memory_limit: int | None = None
     host_link_limit: float | None = None
@@ -267,6 +276,10 @@ class EngineConfig:
             if self.weight_residency == "device":
                 raise UsageError("n_ffn_layers needs weight_residency 'ffn', which is 'device'")
             _check_integer("n_ffn_layers", self.n_ffn_layers, 0, 2**20, UsageError)
+        if self.ffn_cpu != "auto":
+            _check_integer("ffn_cpu", self.ffn_cpu, 0, 2**20, UsageError)
+        if self.ffn_cpu and self.weight_residency == "device":
+            raise UsageError("ffn_cpu needs weight_residency 'ffn', which is 'device'")
         if self.memory_limit is not None:
             _check_integer("memory_limit", self.memory_limit, 1, 2**63 - 1, UsageError)
         if self.host_link_limit is not None and not 0 < self.host_link_limit < math.inf:
@@ -278,6 +291,7 @@ class EngineConfig:
         return Residency(
             weights=self.weight_residency,
             n_ffn_layers=self.n_ffn_layers,
+            n_cpu_layers=None if self.ffn_cpu == "auto" else self.ffn_cpu,
             host_embedding=self.host_embedding,
             memory_limit=self.memory_limit,
             link_limit=self.host_link_limit,

@@ -6,7 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_format.errors import UsageError
-from ninfer_runtime.backends.base import ContractError, Int32s, PrefillChunk, ProgramLimits, ProgramOptions, Round
+from ninfer_runtime.backends.base import (
+    ContractError,
+    Int32s,
+    PrefillChunk,
+    ProgramLimits,
+    ProgramOptions,
+    Round,
+    Uint32s,
+)
 from ninfer_runtime.config import PAGE_TOKENS
 from ninfer_runtime.models.binder import BoundModel
 from ninfer_runtime.models.spec import ModelSpec
@@ -143,3 +151,12 @@ def check_proposer(model: BoundModel, limits: ProgramLimits, options: ProgramOpt
         raise UsageError(f"{path} has no MTP layer; convert the checkpoint with it, or run without --spec mtp")
     if options.draft_head and model.draft_head is None:
         raise UsageError(f"{path} has no draft head; run without --lm-head-draft")
+
+
+def check_masks(masks: Uint32s, n_addressable: int) -> None:
+    """Some id below ``n_addressable`` is allowed in every column of ``masks`` [..., words]."""
+    rows = masks.reshape(-1, masks.shape[-1])
+    allowed = rows[:, : n_addressable // 32].any(axis=1)
+    if n_addressable % 32:
+        allowed |= (rows[:, n_addressable // 32] & np.uint32((1 << n_addressable % 32) - 1)) != 0
+    require(bool(allowed.all()), "the logits mask allows no addressable id; end the row before masking everything")

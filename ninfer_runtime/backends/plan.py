@@ -97,6 +97,7 @@ class MemoryPlan:
     """Bytes a program will allocate, known before it allocates any of them.
 
     ``graph_bytes`` is what the driver takes for recorded rounds, beside the program's own memory: an allowance.
+    ``host_weight_bytes`` are pinned; ``cpu_weight_bytes`` are host memory too, weights in the form the CPU multiplies.
     """
 
     limits: ProgramLimits
@@ -109,6 +110,7 @@ class MemoryPlan:
     host_snapshot_bytes: int
     graph_bytes: int = 0
     host_weight_bytes: int = 0
+    cpu_weight_bytes: int = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -132,4 +134,5 @@ class MemoryPlan:
             ("graphs", self.graph_bytes),
             ("host snapshots", self.host_snapshot_bytes),
             ("host weights", self.host_weight_bytes),
+            ("CPU weights", self.cpu_weight_bytes),
         )

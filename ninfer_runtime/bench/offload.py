@@ -42,18 +42,27 @@ class CopiesNetworks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OffloadCase:
-    """``n_layers`` whose networks stay on the device; None: as many as fit."""
+    """``n_layers`` whose networks stay on the device, ``n_cpu`` of the others that the CPU computes; None: as many as
+    fit, as make rounds shortest."""
 
     context: int
     rounds: int
     n_layers: int | None = None
     memory_limit: int = MEMORY_LIMIT
     link_limit: float = LINK_LIMIT
+    n_cpu: int | None = 0
 
     @property
     def residency(self) -> Residency:
         """As an option of the program."""
-        return Residency("ffn", self.n_layers, None, 0, True, self.memory_limit, self.link_limit)
+        return Residency(
+            "ffn",
+            self.n_layers,
+            n_cpu_layers=self.n_cpu,
+            host_embedding=True,
+            memory_limit=self.memory_limit,
+            link_limit=self.link_limit,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -124,10 +133,16 @@ def _results(run: Running, case: OffloadCase, seed: int, accepted: float, reside
     chosen, n_layers = run.plan.options.residency, len(run.model.layers)
     n_resident = n_layers - len(chosen.streamed or ())
     wrong = found.problem or resident.problem
-    if found.plain_tokens != resident.plain_tokens or found.drafted_tokens != resident.drafted_tokens:
-        wrong = wrong or "tokens differ from those of the program that is all resident"
-    name = f"offload/{run.identity}/n{n_resident}/ctx{case.context}"
     check = f"{len(found.plain_tokens) + len(found.drafted_tokens)} tokens as of the resident program"
+    name = f"offload/{run.identity}/n{n_resident}/ctx{case.context}"
+    if chosen.n_cpu_layers != 0:  # whose sums are in another order
+        name += f"/cpu{len(chosen.on_cpu)}"
+        same = [one == other for one, other in zip(found.plain_tokens, resident.plain_tokens, strict=False)]
+        check = f"the first {(*same, False).index(False)} of {len(same)} tokens as of the resident program"
+    elif found.plain_tokens != resident.plain_tokens or found.drafted_tokens != resident.drafted_tokens:
+        wrong = wrong or "tokens differ from those of the program that is all resident"
+    by_cpu, n_moving = _cpu_seconds(chosen), _n_moving(chosen, chosen.on_cpu)
+    all_copies = copies * _n_moving(chosen, ()) / n_moving if n_moving else 0.0
     expected = _forecast(run)
     per_round = len(found.drafted_tokens) / (WARM_UP_ROUNDS + case.rounds)
     chunks = -(-case.context // run.plan.limits.prefill_chunk)
@@ -136,11 +151,15 @@ def _results(run: Running, case: OffloadCase, seed: int, accepted: float, reside
         (DRAFTING, found.drafting, resident.drafting, 1, per_round, (expected.get(DRAFTING), 1 + accepted * N_DRAFTS)),
         ("prefill", found.prompt, resident.prompt, chunks, case.context, (None, 0.0)),
     ):
-        ratio = seconds / max(passes * copies, products)
+        on_cpu = by_cpu.get(kind, 0.0)
+        moved = passes * (all_copies if kind == "prefill" else copies)
+        ratio = seconds / max(moved, products + on_cpu)
         details = {
             "ms": round(seconds * 1e3, 4),
-            "copies_ms": round(passes * copies * 1e3, 4),
+            "copies_ms": round(moved * 1e3, 4),
             "products_ms": round(products * 1e3, 4),
+            "cpu_ms": round(on_cpu * 1e3, 4),
+            "on_cpu": list(chosen.on_cpu),
             "streamed": list(chosen.streamed or ()),
             "slots": chosen.n_slots,
             "device_bytes": run.plan.reserved_bytes,
@@ -156,12 +175,33 @@ def _results(run: Running, case: OffloadCase, seed: int, accepted: float, reside
             yield Result(id_, rate, "tok/s predicted", check=check, problem=wrong, details=details)
 
 
+def _n_moving(residency: Residency, on_cpu: tuple[int, ...]) -> int:
+    """Networks that a pass copies when it leaves those ``on_cpu`` out."""
+    from ninfer_runtime.backends.cuda.residency import following_users
+
+    streamed = residency.streamed or ()
+    skipped = {k for k, layer in enumerate(streamed) if layer in on_cpu}
+    following = following_users(len(streamed), max(1, residency.n_slots), skipped)
+    return sum(following[k] != k and k not in skipped for k in range(len(streamed)))
+
+
+def _cpu_seconds(residency: Residency) -> dict[str, float]:
+    """Of the networks that the CPU computes in a round, as it took for one before: plain, with drafts."""
+    if residency.cpu_seconds is None:
+        return {}
+    of_one, of_eight = residency.cpu_seconds
+    per_column = (of_eight - of_one) / 7
+    n = len(residency.on_cpu)
+    return {"plain": n * of_one, DRAFTING: n * (of_one + N_DRAFTS * per_column)}
+
+
 def _forecast(run: Running) -> dict[str, float]:
     """Seconds of rounds on the card that is meant, by its own plan of the same limits: plain, with drafts."""
     from ninfer_runtime.backends.cuda.card import CardBackend, card_named
 
     backend, options = CardBackend(card_named(TARGET)), run.plan.options
-    meant = replace(options.residency, streamed=None, n_slots=0, memory_limit=None, link_limit=None, rates=None)
+    meant = replace(options.residency, streamed=None, n_slots=0, on_cpu=(), n_cpu_layers=0)
+    meant = replace(meant, memory_limit=None, link_limit=None, rates=None, cpu_seconds=None)
     plan = backend.plan_memory(run.model, run.plan.limits, replace(options, residency=meant))
     found = backend.forecast(run.model, plan)
     if found is None:

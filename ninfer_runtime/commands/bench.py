@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ninfer_runtime.commands.flags import Nvfp4ActivationsName, PrefillActivationsName, PrefillChunk
+from ninfer_runtime.commands.parsing import ffn_cpu as read_cpu
 from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
 
@@ -202,6 +203,10 @@ def offload(
         list[str] | None,
         typer.Option("--n-ffn-layers", metavar="N|auto", help="Layers that stay; repeatable.  [auto and 41]"),
     ] = None,
+    ffn_cpu: Annotated[
+        str | None,
+        typer.Option("--ffn-cpu", metavar="N|auto", help="Of the other layers, those that the CPU computes.  [0]"),
+    ] = None,
     memory_limit: Annotated[
         int, typer.Option("--memory-limit", parser=memory_size, metavar="SIZE", help="Of the card that is meant.")
     ] = 16 << 30,
@@ -224,7 +229,8 @@ def offload(
     counts = [case.n_layers for case in offload_cases(context, rounds)]
     if n_ffn_layers:
         counts = [ffn_layers(text) for text in n_ffn_layers]
-    cases = [OffloadCase(context, rounds, n, memory_limit, host_link_limit) for n in counts]
+    n_cpu = None if (on_cpu := read_cpu(ffn_cpu)) == "auto" else on_cpu
+    cases = [OffloadCase(context, rounds, n, memory_limit, host_link_limit, n_cpu) for n in counts]
     options = _options(file, backend, device, dtype, kv_dtype, 1024, seed)
     return bench_offload(options, cases, _output(as_json, None))
 

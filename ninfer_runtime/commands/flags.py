@@ -66,6 +66,10 @@ FfnLayers = Annotated[
     str | None,
     typer.Option("--n-ffn-layers", metavar="N|auto", help="Layers whose networks stay on the device.  [auto]"),
 ]
+FfnCpuLayers = Annotated[
+    str | None,
+    typer.Option("--ffn-cpu", metavar="N|auto", help="Of the other layers, those the CPU computes in rounds.  [0]"),
+]
 HostEmbedding = Annotated[
     bool, typer.Option("--host-embedding", help="Keep the token embedding in host memory; its rows are read there.")
 ]

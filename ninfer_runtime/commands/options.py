@@ -9,6 +9,7 @@ from ninfer_runtime.config import (
     Acceptance,
     Dtype,
     EngineConfig,
+    FfnCpu,
     KvCapacity,
     KvDtype,
     Nvfp4Activations,
@@ -49,6 +50,7 @@ class EngineOptions:
     draft_backoff: bool = True
     weight_residency: WeightResidency = "device"
     n_ffn_layers: int | None = None
+    ffn_cpu: FfnCpu = 0
     host_embedding: bool = False
     memory_limit: int | None = None
     host_link_limit: float | None = None

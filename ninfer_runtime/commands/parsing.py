@@ -9,6 +9,7 @@ from typing import Literal
 import typer
 
 from ninfer_format.errors import StorageError, UsageError
+from ninfer_runtime.config import FfnCpu
 
 STDIN = "-"
 _UNSIGNED = re.compile(r"[0-9]{1,20}")
@@ -46,6 +47,11 @@ def kv_capacity(text: str) -> int | Literal["auto"]:
 def ffn_layers(text: str | None) -> int | None:
     """A number of layers; None for ``auto``."""
     return None if text in (None, "auto") else unsigned(text)
+
+
+def ffn_cpu(text: str | None) -> FfnCpu:
+    """A number of layers, or ``auto``."""
+    return 0 if text is None else "auto" if text == "auto" else unsigned(text)
 
 
 def memory_size(text: str | int) -> int:

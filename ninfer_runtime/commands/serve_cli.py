@@ -119,6 +119,7 @@ def serve(
     no_draft_backoff: flags.NoDraftBackoff = False,
     weight_residency: flags.WeightResidencyName = "device",
     n_ffn_layers: flags.FfnLayers = None,
+    ffn_cpu: flags.FfnCpuLayers = None,
     host_embedding: flags.HostEmbedding = False,
     memory_limit: flags.MemoryLimit = None,
     host_link_limit: flags.HostLinkLimit = None,
@@ -136,6 +137,7 @@ def serve(
 ) -> int:
     """Serve a model: OpenAI chat, completions and responses, Anthropic messages, a page at /."""
     from ninfer_runtime.commands.options import EngineOptions, SamplingOptions
+    from ninfer_runtime.commands.parsing import ffn_cpu as read_cpu
     from ninfer_runtime.commands.parsing import ffn_layers
     from ninfer_runtime.commands.parsing import kv_capacity as read_capacity
     from ninfer_runtime.commands.serve import ServeEngineOptions
@@ -151,6 +153,7 @@ def serve(
         "kv_capacity": None if kv_capacity is None else read_capacity(kv_capacity),
         "draft_backoff": not no_draft_backoff,
         "n_ffn_layers": ffn_layers(n_ffn_layers),
+        "ffn_cpu": read_cpu(ffn_cpu),
     }
     return run(
         EngineOptions(

@@ -74,6 +74,7 @@ class Session:
             draft_backoff=options.draft_backoff,
             weight_residency=options.weight_residency,
             n_ffn_layers=options.n_ffn_layers,
+            ffn_cpu=options.ffn_cpu,
             host_embedding=options.host_embedding,
             memory_limit=options.memory_limit,
             host_link_limit=options.host_link_limit,

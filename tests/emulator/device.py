@@ -424,6 +424,16 @@ class EmulatedDevice:
         self.running.end_all()
         target[:] = source
 
+    def call(self, stream: Stream, work: Work) -> None:
+        """The host's own work, behind everything earlier."""
+        assert isinstance(stream, EmulatedStream)
+
+        def run() -> None:
+            self.running.end_all()
+            work()
+
+        stream.queue(run)
+
     def fill(self, pointer: int, byte: int, n_bytes: int, stream: Stream) -> None:
         """Set bytes."""
         assert isinstance(stream, EmulatedStream)

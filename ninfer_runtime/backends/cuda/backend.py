@@ -1,6 +1,7 @@
 """The CUDA backend: which device, what fits on it, and the program."""
 
 import re
+from dataclasses import replace
 
 from ninfer_format.errors import UsageError
 from ninfer_format.hashing import Progress, silent
@@ -10,7 +11,7 @@ from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES
 from ninfer_runtime.backends.cuda.planning import Tables, plan_program, plan_streamed
 from ninfer_runtime.backends.cuda.program import CudaProgram
 from ninfer_runtime.backends.cuda.rates import measured_rates
-from ninfer_runtime.backends.cuda.residency import Rates
+from ninfer_runtime.backends.cuda.residency import CpuSeconds, Rates
 from ninfer_runtime.models.binder import BoundModel
 
 _DEVICE = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
@@ -36,6 +37,7 @@ class CudaBackend:
         self._given = device
         self._given_rates = rates
         self._rates: dict[int, Rates] = {}
+        self._cpu: dict[int, CpuSeconds | None] = {}
         self._tables: Tables = {}
         self._progress = progress
         self._opened: dict[int, Device] = {}
@@ -52,6 +54,8 @@ class CudaBackend:
         device = self._device(options)
         if options.residency.weights == "ffn" and options.residency.streamed is None:
             free, rates = self.free_memory(options), self.rates(options)
+            if options.residency.n_cpu_layers != 0 and rates.cpu is None:
+                rates = replace(rates, cpu=self._cpu_seconds(model, device))
             return plan_streamed(model, limits, options, device, free, rates, self._tables)
         return plan_program(model, limits, options, device, self._tables)
 
@@ -63,6 +67,14 @@ class CudaBackend:
         if id(device) not in self._rates:
             self._rates[id(device)] = measured_rates(device)
         return self._rates[id(device)]
+
+    def _cpu_seconds(self, model: BoundModel, device: Device) -> CpuSeconds | None:
+        """Of a network of the model beside copies to the device, measured once; None where it has no dense ones."""
+        if id(model) not in self._cpu:
+            from ninfer_runtime.backends.cuda.cpu_networks import measured_seconds
+
+            self._cpu[id(model)] = measured_seconds(model, device)
+        return self._cpu[id(model)]
 
     def create(self, model: BoundModel, plan: MemoryPlan) -> CudaProgram:
         """Compile, allocate, load."""

@@ -9,7 +9,7 @@ reads; with ``pdl=False`` it starts when all earlier work on the stream has ende
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -149,12 +149,17 @@ class Device(Protocol):
     def fill(self, pointer: int, byte: int, n_bytes: int, stream: Stream) -> None:
         """Queue setting ``n_bytes`` bytes to ``byte`` (0..255)."""
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Queue a call of the host: ``work`` runs in a thread of the driver when all earlier work on the stream has
+        ended, and later work waits for it. It must not raise, nor call the device. It is kept as long as the device."""
+
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         """Record what is queued on ``stream`` inside the block; none of it runs.
 
-        The Graph may be launched once the block has ended. Inside: launches, copies, fills and asynchronous uploads and
-        downloads of pinned memory, on this stream and on streams that wait for an event of the capture; this one waits
-        for all of theirs before the end. No waiting on the host, no allocation, no first use of a kernel.
+        The Graph may be launched once the block has ended. Inside: launches, copies, fills, calls of the host and
+        asynchronous uploads and downloads of pinned memory, on this stream and on streams that wait for an event of the
+        capture; this one waits for all of theirs before the end. No waiting on the host, no allocation, no first use of
+        a kernel.
         """
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """The CUDA driver, every refusal of which is one DeviceError line."""
 
+import ctypes
+import sys
 from functools import cache
 from typing import Any, NoReturn
 
@@ -20,6 +22,10 @@ _FATAL = {
 }  # fmt: skip
 
 
+HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+"""What the driver can call back."""
+
+
 class Driver:
     """Calls of ``cuda.bindings.driver`` by name: the values without the status, or DeviceError."""
 
@@ -36,6 +42,14 @@ class Driver:
     def status(self, name: str, *arguments: Any) -> str:
         """Name of the status alone: ``CUDA_SUCCESS``, ``CUDA_ERROR_NOT_READY``, …"""
         return str(getattr(self.bindings, name)(*arguments)[0].name)
+
+    def queue_host_call(self, what: str, stream: Any, function: Any) -> None:
+        """``cuLaunchHostFunc`` of a ``HostFunction``, straight from the library: what the bindings pass on in its place
+        may be gone when it has run once, and a recorded call runs many times."""
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        status = library.cuLaunchHostFunc(ctypes.c_void_p(int(stream)), function, None)
+        if status:
+            self.refuse(what, "cuLaunchHostFunc", self.bindings.CUresult(status))
 
     def refuse(self, what: str, name: str, status: Any) -> NoReturn:
         """Raise the error of a status that is not success."""

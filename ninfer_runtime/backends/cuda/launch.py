@@ -5,7 +5,7 @@ import ctypes
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_runtime.backends.cuda.compiler import Compiler, Cubin, KernelSpec, arch_for, capability_of
 from ninfer_runtime.backends.cuda.device import Array, DeviceError, DeviceMemoryError, Event, Grid, Stream
-from ninfer_runtime.backends.cuda.driver import HELPFUL_FLAGS, Driver, driver
+from ninfer_runtime.backends.cuda.driver import HELPFUL_FLAGS, Driver, HostFunction, driver
 
 _MIB = 1 << 20
 _FIRST_WITH_PDL = 90
@@ -221,6 +221,7 @@ class CudaDevice:
         self._allocated: dict[int, int] = {}
         self._pinned_ranges: tuple[tuple[int, int], ...] = ()  # (begin, end), sorted; replaced whole
         self._pinned_lock = threading.Lock()
+        self._host_calls: list[Any] = []
 
     def _number(self, name: str) -> int:
         attribute = getattr(self._calls.bindings.CUdevice_attribute, name)
@@ -345,6 +346,11 @@ class CudaDevice:
         if n_bytes:
             self._calls.call("filling", "cuMemsetD8Async", pointer, byte, n_bytes, _handle(stream))
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        """See ``device.Device``."""
+        self._host_calls.append(HostFunction(lambda _: work()))
+        self._calls.queue_host_call("queueing a call of the host", _handle(stream), self._host_calls[-1])
+
     @contextlib.contextmanager
     def capture(self, stream: Stream) -> Iterator[CudaGraph]:
         """See ``device.Device``."""
@@ -376,5 +382,6 @@ class CudaDevice:
             self._calls.call("giving pinned memory back", "cuMemFreeHost", address)
         self._pinned_ranges = ()
         self._kernels.clear()
+        self._host_calls.clear()
         self._calls.call(f"closing {self.name}", "cuDevicePrimaryCtxRelease", self._card)
         self._context = None

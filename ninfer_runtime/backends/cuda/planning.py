@@ -14,6 +14,7 @@ from ninfer_runtime.backends.cuda.ops.gdn_state import GdnStateLayout
 from ninfer_runtime.backends.cuda.packing import PackedMatrix
 from ninfer_runtime.backends.cuda.residency import (
     ACCEPTANCE,
+    CpuSeconds,
     LayerBytes,
     Rates,
     RoundBytes,
@@ -22,6 +23,7 @@ from ninfer_runtime.backends.cuda.residency import (
     round_time,
 )
 from ninfer_runtime.backends.cuda.weights import GdnTensors, LayerTensors, MlpTensors
+from ninfer_runtime.config import Residency
 from ninfer_runtime.models.binder import BoundModel
 
 _PREDICTED_DRAFTS = 3
@@ -81,7 +83,7 @@ def plan_streamed(
             "not streamed; leave --weight-residency ffn out"
         )
 
-    def with_streamed(streamed: tuple[int, ...], n_slots: int) -> MemoryPlan:
+    def with_streamed(streamed: tuple[int, ...], n_slots: int, on_cpu: tuple[int, ...] = ()) -> MemoryPlan:
         """Every region is aligned by itself, so sizes add up."""
         moved = [networks[i] for i in streamed]
         slot = sum(up(max((network[half] for network in moved), default=0), ALIGNMENT) for half in (0, 1))
@@ -89,20 +91,29 @@ def plan_streamed(
         aligned = n_slots * slot - sum(_aligned(network) for network in moved)
         return replace(
             resident,
-            options=replace(options, residency=replace(residency, streamed=streamed, n_slots=n_slots, rates=both)),
+            options=replace(options, residency=replace(chosen, streamed=streamed, n_slots=n_slots, on_cpu=on_cpu)),
             weight_bytes=resident.weight_bytes + exact,
             workspace_bytes=resident.workspace_bytes + aligned - exact,
             host_weight_bytes=resident.host_weight_bytes + sum(_aligned(network) for network in moved),
+            cpu_weight_bytes=sum(_cpu_bytes(model, i) for i in on_cpu),
         )
 
-    both = rates.read, rates.link
+    seconds = None if rates.cpu is None else (rates.cpu.of_one, rates.cpu.of_eight)
+    chosen = replace(residency, rates=(rates.read, rates.link), cpu_seconds=seconds)
     choice = choose(
         round_bytes(model, regions, limits, limits.max_drafts),
         rates.limited(residency),
         residency,
         lambda streamed, n_slots: with_streamed(streamed, n_slots).reserved_bytes <= free,
     )
-    return with_streamed(choice.streamed, choice.n_slots)
+    return with_streamed(choice.streamed, choice.n_slots, choice.on_cpu)
+
+
+def _cpu_bytes(model: BoundModel, layer: int) -> int:
+    """Of a network in the form that the CPU multiplies."""
+    from ninfer_runtime.backends.cuda.cpu_networks import network_bytes
+
+    return network_bytes(model, layer)
 
 
 def _aligned(network: tuple[int, int]) -> int:
@@ -138,7 +149,7 @@ def round_bytes(model: BoundModel, regions: Regions, limits: ProgramLimits, n_dr
         head = weights.head if draft.head is None else draft.head
         tail += block + n_drafts * head.n_bytes + max(0, n_drafts - 1) * block
         launches += 8 + 10 * n_drafts
-    return RoundBytes(tuple(layers), tail, launches)
+    return RoundBytes(tuple(layers), tail, launches, 1 + n_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +178,7 @@ def forecast(model: BoundModel, regions: Regions, plan: MemoryPlan, rates: Rates
 
     def seconds(n: int) -> RoundTime:
         cost = round_bytes(model, regions, plan.limits, n)
-        return round_time(cost, residency.streamed or (), residency.n_slots, rates)
+        return round_time(cost, residency.streamed or (), residency.n_slots, rates, residency.on_cpu)
 
     return Forecast(seconds(0), seconds(n_drafts) if n_drafts else None, n_drafts)
 
@@ -183,10 +194,27 @@ def forecast_text(found: Forecast) -> str:
     drafts = found.drafting_rate
     more = "" if drafts is None else f", {drafts:.1f} with {found.n_drafts} drafts at {ACCEPTANCE:.0%} accepted"
     times = found.drafting or found.plain
+    by_cpu = f", {times.cpu * 1e3:.1f} of them the CPU's" if times.cpu else ""
     return (
         f"{found.plain_rate:.1f} tokens/s{more} (a round of {times.seconds * 1e3:.1f} ms: "
-        f"copies {times.copy * 1e3:.1f}, products {times.compute * 1e3:.1f})"
+        f"copies {times.copy * 1e3:.1f}, products {times.compute * 1e3:.1f}{by_cpu})"
     )
+
+
+def cpu_of(residency: Residency) -> CpuSeconds | None:
+    """What the CPU was found to take."""
+    return None if residency.cpu_seconds is None else CpuSeconds(*residency.cpu_seconds)
+
+
+def _cpu_text(residency: Residency) -> str:
+    """Which networks it computes in rounds, and how long it takes for one."""
+    if (seconds := cpu_of(residency)) is None:
+        return "no network: none is streamed"
+    took = f"{seconds.of_one * 1e3:.1f} ms a network, {seconds.of_eight * 1e3:.1f} in a round of eight columns"
+    if not residency.on_cpu:
+        return f"no network, rounds would be no shorter: {took}"
+    layers = ", ".join(map(str, residency.on_cpu))
+    return f"{len(residency.on_cpu)} networks in rounds (layers {layers}): {took}"
 
 
 def residency_notes(model: BoundModel, regions: Regions, plan: MemoryPlan) -> tuple[tuple[str, str], ...]:
@@ -206,8 +234,10 @@ def residency_notes(model: BoundModel, regions: Regions, plan: MemoryPlan) -> tu
                 f"(layers {layers}), {ring.copied_bytes:,} bytes per round"
             )
         rows.append(("networks", text))
+        if residency.n_cpu_layers != 0:
+            rows.append(("CPU", _cpu_text(residency)))
         if residency.rates is not None:
-            rates = Rates(*residency.rates)
+            rates = Rates(*residency.rates, cpu=cpu_of(residency))
             limited = rates.limited(residency)
             paced = f", paced to {limited.link / 1e9:.1f}" if limited != rates else ""
             rows.append(("link", f"{rates.link / 1e9:.1f} GB/s{paced}, memory {rates.read / 1e9:,.0f} GB/s"))

@@ -14,7 +14,6 @@ from ninfer_format.geometry import up
 from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import (
     MAX_ROUNDS_IN_FLIGHT,
-    ContractError,
     Float32s,
     Int32s,
     Logprobs,
@@ -26,9 +25,16 @@ from ninfer_runtime.backends.base import (
     RoundResult,
     StateSnapshot,
     Ticket,
-    Uint32s,
 )
-from ninfer_runtime.backends.checks import check_ids, check_prefill, check_round, check_row, check_slot, require
+from ninfer_runtime.backends.checks import (
+    check_ids,
+    check_masks,
+    check_prefill,
+    check_round,
+    check_row,
+    check_slot,
+    require,
+)
 from ninfer_runtime.backends.cuda import draft_pass, matrices, prompt_pass, round_pass
 from ninfer_runtime.backends.cuda.arena import Arena
 from ninfer_runtime.backends.cuda.book import NO_BUFFER, Launched, RoundBook, evaluated_columns
@@ -52,7 +58,7 @@ from ninfer_runtime.backends.cuda.round_graphs import RoundGraphs
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
 from ninfer_runtime.backends.cuda.snapshots import Part, Snapshots
 from ninfer_runtime.backends.cuda.staging import Staging
-from ninfer_runtime.backends.cuda.starting import clear, load_weights
+from ninfer_runtime.backends.cuda.starting import clear, load_weights, networks_on_cpu
 from ninfer_runtime.backends.cuda.weights import DeviceWeights
 from ninfer_runtime.models.binder import BoundModel
 
@@ -112,7 +118,8 @@ class CudaProgram:
             drafts = DraftPass(device, r, spec, small, own, limits)
             self._drafting = Drafting(device, self.stream, r, drafts, self._send)
             self._drafting.load(model)
-        self._round_pass = RoundPass(device, r, spec, small, limits.max_columns, drafts)
+        self._cpu = networks_on_cpu(device, model, plan.options.residency, columns)
+        self._round_pass = RoundPass(device, r, spec, small, limits.max_columns, drafts, self._cpu.of_layer)
         self.bench_state_writes = self._round_pass.carrying.writes_per_round
         self._prompt_pass = PromptPass(device, r, spec, prompt, drafts)
         self._fold = GdnFold(device, r.gdn)
@@ -212,7 +219,7 @@ class CudaProgram:
         lane = self._book.lanes[slot]
         check_prefill(chunk, lane.length, self.plan.limits, spec)
         if chunk.logits_mask is not None:
-            self._check_masks(chunk.logits_mask)
+            check_masks(chunk.logits_mask, spec.n_addressable)
         self._flush(slot)
         positions = prompt_pass.positions_of(chunk)
         self._send_prompt(chunk, positions)
@@ -274,7 +281,7 @@ class CudaProgram:
             check_row(b, round_.token_ids[b, :n_columns], start, length, round_.pages[b], limits, spec, behind)
         if round_.logits_mask is not None:
             for b in range(round_.n_rows):
-                self._check_masks(round_.logits_mask[b, : round_.n_columns[b]])
+                check_masks(round_.logits_mask[b, : round_.n_columns[b]], spec.n_addressable)
         index = self._book.free_buffer()
         buffers, memory = self._buffers[index], self._regions.round_memory
         buffers.pack(round_, fold_columns, fold_buffers, record_buffers)
@@ -318,6 +325,7 @@ class CudaProgram:
     def close(self) -> None:
         self.device.synchronize()
         self._graphs.close()
+        self._cpu.close()
         self._arena.close()
         self._host.close()
 
@@ -393,16 +401,6 @@ class CudaProgram:
     def _check_slot(self, slot: int) -> None:
         self._book.resolve(wait=True)
         check_slot(slot, self.plan.limits, self._book.busy_slots())
-
-    def _check_masks(self, masks: Uint32s) -> None:
-        """Some addressable id is allowed in every column."""
-        n = self.model.spec.n_addressable
-        rows = masks.reshape(-1, masks.shape[-1])
-        allowed = rows[:, : n // 32].any(axis=1)
-        if n % 32:
-            allowed |= (rows[:, n // 32] & np.uint32((1 << n % 32) - 1)) != 0
-        if not allowed.all():
-            raise ContractError("the logits mask allows no addressable id; end the row before masking everything")
 
     def _flush(self, slot: int) -> None:
         """Fold now what the slot's state lacks."""
@@ -491,6 +489,7 @@ class CudaProgram:
 
     def _finish(self, round_: Round, index: int, extra: Callable[[RoundResult], RoundResult]) -> RoundResult:
         self._events[index].synchronize()
+        self._cpu.check()
         return extra(self._buffers[index].unpack(round_))
 
 

@@ -4,6 +4,7 @@ Copies have a stream of their own. Each half of a network (gate and up; down) is
 until it has arrived, and once it has been multiplied the half that comes next in that slot is copied. Passes end as
 they began: slot i holds the network of the i-th streamed layer, whichever round or chunk runs next. In a captured round
 the same waits become edges of its graph, which the copies join before its end; a prompt chunk makes them as it goes.
+Networks that the CPU computes in rounds pass their slot in prompt chunks only.
 """
 
 import ctypes
@@ -42,26 +43,28 @@ class StreamedLayer:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """All streamed layers, in order; the k-th uses slot k modulo ``n_slots``."""
+    """All streamed layers, in order; the k-th uses slot k modulo ``n_slots``. ``on_cpu``: numbers of those that pass
+    no slot in rounds."""
 
     layers: tuple[StreamedLayer, ...]
     n_slots: int
+    on_cpu: frozenset[int] = frozenset()
 
     @property
     def is_moving(self) -> bool:
-        """Whether anything is copied: not where every layer has a slot of its own."""
+        """Whether rounds copy anything: not where every layer has a slot of its own."""
         return bool(self.moving)
 
     @property
     def copied_bytes(self) -> int:
-        """Of one pass."""
+        """Of one round."""
         return sum(half.n_bytes for k in self.moving for half in self.layers[k].halves)
 
     @property
     def moving(self) -> tuple[int, ...]:
-        """Numbers of the layers that share their slot, and are copied in every pass."""
-        following = following_users(len(self.layers), self.n_slots)
-        return tuple(k for k in range(len(self.layers)) if following[k] != k)
+        """Numbers of the layers that share their slot, and are copied in every round."""
+        following = following_users(len(self.layers), self.n_slots, self.on_cpu)
+        return tuple(k for k in range(len(self.layers)) if following[k] != k and k not in self.on_cpu)
 
 
 class NetworkUse(Protocol):
@@ -109,7 +112,9 @@ class Ring:
         self.layout = layout
         self._device, self._slowdown = device, slowdown
         self._copies = device.stream()
-        self._following = following_users(len(layout.layers), layout.n_slots)
+        self._in_chunks = following_users(len(layout.layers), layout.n_slots)
+        self._in_rounds = following_users(len(layout.layers), layout.n_slots, layout.on_cpu)
+        self._following = self._in_chunks
         self._as_queued, self._as_captured = (_Events(device, layout.n_slots) for _ in range(2))
         self._events = self._as_queued
         self._copied: set[tuple[int, int]] = set()
@@ -130,15 +135,15 @@ class Ring:
     @contextmanager
     def captured(self, stream: Stream) -> Iterator[None]:
         """Uses inside belong to a capture on ``stream``; slots hold the first networks when its graph is launched."""
-        kept = self._events, self._copied, self._is_ahead
-        self._events, self._copied = self._as_captured, set()
+        kept = self._events, self._copied, self._is_ahead, self._following
+        self._events, self._copied, self._following = self._as_captured, set(), self._in_rounds
         try:
             yield
             if self._copied:
                 self._joined.record(self._copies)
                 stream.wait(self._joined)
         finally:
-            self._events, self._copied, self._is_ahead = kept
+            self._events, self._copied, self._is_ahead, self._following = kept
 
     def settle(self, stream: Stream) -> None:
         """Before a graph is launched on ``stream``: copies that chunks made have ended."""
@@ -175,7 +180,7 @@ class Ring:
         self._copied.add(key)
 
     def seconds_of_copies(self) -> float:
-        """What the copies of a pass take alone; nothing else may be running."""
+        """What the copies of a round take alone; nothing else may be running."""
         begin, end = self._device.event(timing=True), self._device.event(timing=True)
         begin.record(self._copies)
         for k in self.layout.moving:

@@ -8,6 +8,8 @@ next matrix divides its sums by the rms.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ninfer_format.errors import UnsupportedError
 from ninfer_format.geometry import up
@@ -29,6 +31,9 @@ from ninfer_runtime.backends.cuda.ops.sampling import Sampler
 from ninfer_runtime.backends.cuda.packing import activation_stride
 from ninfer_runtime.backends.cuda.weights import AttentionTensors, GdnTensors
 from ninfer_runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ninfer_runtime.backends.cuda.cpu_networks import CpuFfn
 
 
 def specs(regions: Regions, spec: ModelSpec, max_columns: int) -> list[KernelSpec]:
@@ -77,8 +82,11 @@ class RoundPass:
         small: SmallMatrices,
         n_columns: int,
         drafts: DraftPass | None = None,
+        on_cpu: Mapping[int, "CpuFfn"] = MappingProxyType({}),
     ) -> None:
-        """``n_columns``: the most columns per row, q. ``drafts``: the layer that reads every round."""
+        """``n_columns``: the most columns per row, q. ``drafts``: the layer that reads every round. ``on_cpu``: layers
+        whose networks the host computes."""
+        self._on_cpu = on_cpu
         self._regions, self._spec, self._small, self._drafts = regions, spec, small, drafts
         embedding = regions.weights.embedding
         held = 0 if regions.draft is None else regions.draft.memory.held
@@ -117,7 +125,8 @@ class RoundPass:
         for i, layer in enumerate(layers):
             small = self._small.layers[i]
             outputs = input_outputs(layer.mixer.inputs, a.inputs, t)
-            small.inputs.launch(stream, t, a.normed, self._rms(n_parts), outputs)
+            # What the host leaves is copied: only behind a kernel may a launch start early.
+            small.inputs.launch(stream, t, a.normed, self._rms(n_parts), outputs, pdl=i - 1 not in self._on_cpu)
             if isinstance(layer.mixer, GdnTensors):
                 self._recur(stream, layer.mixer, n_gdn, n_rows, n_columns)
                 n_gdn += 1
@@ -129,11 +138,16 @@ class RoundPass:
             residual = Residual(a.x, a.ss, a.normed, post_norm)
             small.output.launch(stream, t, a.mixed, residual=residual, pdl=self.early.after_mixer)
             n_parts = small.output.ss_parts
+            if (host := self._on_cpu.get(i)) is not None:
+                host.launch(stream, t, a)
+                n_parts = host.ss_parts
+                continue
             residual = Residual(a.x, a.ss, a.normed, following.pointer)
             small.ffn.launch(stream, t, a, self._rms(n_parts), residual)
             n_parts = small.ffn.ss_parts
         logits = Output(a.logits, is_float=True, stride=up(text.vocab_rows, 4))
-        self._small.head.launch(stream, t, a.normed, self._rms(n_parts), (logits,))
+        pdl = len(layers) - 1 not in self._on_cpu
+        self._small.head.launch(stream, t, a.normed, self._rms(n_parts), (logits,), pdl=pdl)
         self._sampler.launch(stream, n_rows, n_columns, a.logits)
         if self._drafts is not None:
             self._drafts.read(stream, n_rows, n_columns)

@@ -1,6 +1,9 @@
 """From a layout to memory with the weights in it: what a program does once, when it starts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ninfer_format.geometry import up
 from ninfer_format.hashing import Progress, available_cores
@@ -12,7 +15,11 @@ from ninfer_runtime.backends.cuda.ops import repack
 from ninfer_runtime.backends.cuda.ops.attention import rope_table
 from ninfer_runtime.backends.cuda.ring import StreamedHalf, bytes_at
 from ninfer_runtime.backends.cuda.weights import raw_upload
+from ninfer_runtime.config import Residency
 from ninfer_runtime.models.binder import BoundModel
+
+if TYPE_CHECKING:
+    from ninfer_runtime.backends.cuda.cpu_networks import CpuFfn, CpuRounds
 
 _RUN_BYTES = 8 << 20
 _READERS = 8
@@ -44,6 +51,28 @@ def load_weights(device: Device, model: BoundModel, regions: Regions, progress: 
     if regions.host_embedding:
         _read_embedding(model, regions)
     return report
+
+
+def networks_on_cpu(device: Device, model: BoundModel, residency: Residency, n_columns: int) -> "CpuRounds | NoCpu":
+    """The networks that ``residency`` gives to the CPU, for rounds of up to ``n_columns``. MissingExtraError without
+    torch, DeviceMemoryError when the host has too little memory free for them."""
+    if not residency.on_cpu:
+        return NoCpu()
+    from ninfer_runtime.backends.cuda.cpu_networks import CpuRounds
+
+    return CpuRounds(device, model, residency.on_cpu, n_columns)
+
+
+class NoCpu:
+    """Rounds that the CPU computes nothing of."""
+
+    of_layer: Mapping[int, "CpuFfn"] = MappingProxyType({})
+
+    def check(self) -> None:
+        """Nothing can have gone wrong."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _taken_back(device: Device, upload: Upload, half: StreamedHalf) -> Upload:

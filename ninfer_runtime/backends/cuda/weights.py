@@ -293,7 +293,8 @@ def _ring(
             for m in found[i].matrices
         ]
         layers.append(StreamedLayer(i, (halves[0], halves[1])))
-    return RingLayout(tuple(layers), residency.n_slots), found
+    on_cpu = frozenset(k for k, i in enumerate(found) if i in residency.on_cpu)
+    return RingLayout(tuple(layers), residency.n_slots, on_cpu), found
 
 
 def _mlp(w: MlpWeights, place: _Placer) -> MlpTensors:

@@ -6,6 +6,7 @@ import ctypes
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from ninfer_runtime.backends.cuda.device import DeviceError, DeviceMemoryError
 from ninfer_runtime.backends.cuda.driver import Driver
 from ninfer_runtime.backends.cuda.launch import CudaDevice
 from ninfer_runtime.backends.cuda.program import CudaProgram
-from tests.runtime.cuda.fake_driver import TOTAL, FakeBindings
+from tests.runtime.cuda.fake_driver import TOTAL, FakeBindings, Status
 from tests.runtime.cuda.kernels import COPY_SPEC, compiler_in
 
 
@@ -187,6 +188,32 @@ def test_capture_makes_a_graph_that_counts_nodes_programmatic_edges_and_memory(
     assert bindings.calls.count("cuGraphExecDestroy") == 1
     with pytest.raises(DeviceError, match="is closed"):
         graph.launch(stream)
+
+
+def test_calls_of_the_host_go_to_the_library_and_are_kept(
+    device: CudaDevice, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[Any] = []
+
+    class Library:
+        status = 0
+
+        def cuLaunchHostFunc(self, stream: Any, function: Any, data: Any) -> int:  # noqa: N802
+            queued.append(function)
+            return self.status
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    stream, done = device.stream(), list[str]()
+    device.call(stream, lambda: done.append("first"))
+    device.call(stream, lambda: done.append("second"))
+    assert not done
+    for function in (*queued, queued[0]):  # a recorded one runs again
+        function(None)
+    assert done == ["first", "second", "first"]
+    Library.status = 1
+    monkeypatch.setattr(bindings, "CUresult", lambda _: Status.named("CUDA_ERROR_INVALID_VALUE"), raising=False)
+    with pytest.raises(DeviceError, match="a call of the host failed: cuLaunchHostFunc answered CUDA_ERROR_INV"):
+        device.call(stream, lambda: None)
 
 
 def test_failure_inside_a_capture_ends_it_and_leaves_no_graph(device: CudaDevice, bindings: FakeBindings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from ninfer_runtime.backends.cuda.host_store import HostStore, free_host_bytes
 from ninfer_runtime.backends.cuda.planned import DRIVER_BYTES, planned_model
 from ninfer_runtime.backends.cuda.planning import plan_program
 from ninfer_runtime.backends.cuda.residency import (
+    LAUNCH_SECONDS,
+    Choice,
+    CpuSeconds,
     LayerBytes,
     Rates,
     RoundBytes,
@@ -33,7 +37,7 @@ from ninfer_runtime.backends.cuda.residency import (
 )
 from ninfer_runtime.backends.cuda.ring import paced
 from ninfer_runtime.commands.options import PlanOptions
-from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size
+from ninfer_runtime.commands.parsing import ffn_cpu, ffn_layers, link_rate, memory_size
 from ninfer_runtime.config import EngineConfig, Residency
 from ninfer_runtime.engine import engine as engine_module
 from ninfer_runtime.engine.engine import Engine
@@ -67,6 +71,53 @@ def test_streamed_layers_are_spread_evenly_and_slots_come_round(n_layers: int, d
         assert held[k % n_slots] == k, "a slot holds what is multiplied next"
         held[k % n_slots] = following
     assert held == list(range(n_slots)), "and at the end what it held at the beginning"
+
+
+@given(st.integers(2, 30), st.data())
+def test_networks_on_the_cpu_are_passed_over(n: int, data: st.DataObject) -> None:
+    n_slots = data.draw(st.integers(1, n - 1))
+    skipped = data.draw(st.sets(st.integers(n_slots, n - 1)))
+    following, held = following_users(n, n_slots, skipped), list(range(n_slots))
+    for k in range(n):
+        if k not in skipped:
+            assert held[k % n_slots] == k, "a slot holds what is multiplied next"
+            held[k % n_slots] = following[k]
+    assert held == list(range(n_slots)), "and at the end what it held at the beginning"
+
+
+@given(st.integers(2, 16), st.integers(1, 2), st.floats(0, 0.05), st.floats(0, 0.05), st.integers(1, 8))
+def test_what_the_cpu_takes_is_part_of_the_round(n: int, n_slots: int, one: float, more: float, columns: int) -> None:
+    cost, streamed = RoundBytes((LAYER,) * 16, 900 * MIB, n_columns=columns), spread(16, n, 0.5)
+    n_slots = min(n_slots, n - 1)
+    rates, on_cpu = replace(RATES, cpu=CpuSeconds(one, one + more)), streamed[n_slots:][::2]
+    found, without = round_time(cost, streamed, n_slots, rates, on_cpu), round_time(cost, streamed, n_slots, rates)
+    assert found.cpu == pytest.approx(len(on_cpu) * (one + (columns - 1) * more / 7))
+    assert found.copy < without.copy
+    products = round_time(cost, (), 0, rates).seconds - len(on_cpu) * (
+        LAYER.ffn / (0.95 * rates.read) + 2 * LAUNCH_SECONDS
+    )
+    assert found.compute >= products + found.cpu - 1e-9
+    assert max(found.copy, found.compute) <= found.seconds * (1 + 1e-9) <= (found.copy + found.compute) * (1 + 2e-9)
+
+
+def test_the_cpu_takes_part_where_that_is_faster_and_only_there() -> None:
+    cost = RoundBytes((LAYER,) * 16, 900 * MIB)
+
+    def chosen(seconds: float, n: int | None, n_layers: int = 4, link: float = 27e9) -> Choice:
+        rates = Rates(400e9, link, CpuSeconds(seconds, seconds))
+        return choose(cost, rates, Residency("ffn", n_layers, n_cpu_layers=n), lambda streamed, n_slots: n_slots <= 2)
+
+    without = chosen(1e-3, 0)
+    assert without.on_cpu == ()
+    helped = chosen(1e-3, None)
+    assert helped.time.seconds < 0.7 * without.time.seconds
+    assert set(helped.on_cpu) <= set(helped.streamed[helped.n_slots :])
+    assert chosen(1.0, None) == without, "a slow one takes none"
+    assert chosen(1e-3, None, link=1e12).on_cpu == (), "nor does any where products are the longer bound"
+    assert len(chosen(1.0, 3).on_cpu) == 3, "unless it is told to"
+    assert len(chosen(1e-3, 99).on_cpu) == 12 - chosen(1e-3, 99).n_slots
+    nothing = choose(cost, RATES, Residency("ffn", 4, n_cpu_layers=None), lambda streamed, n_slots: True)
+    assert nothing.on_cpu == (), "nobody knows what it would take"
 
 
 @given(st.integers(0, 12), st.integers(1, 3), st.floats(1e9, 1e11), st.floats(0, 0.999))
@@ -171,6 +222,10 @@ def test_what_cannot_be_streamed_is_refused(artifact_of: ArtifactOf) -> None:
         plan("dense", n_ffn_layers=5)
     with pytest.raises(UsageError, match="n_ffn_layers needs weight_residency 'ffn'"):
         EngineConfig(n_ffn_layers=2)
+    with pytest.raises(UsageError, match="ffn_cpu needs weight_residency 'ffn'"):
+        EngineConfig(ffn_cpu="auto")
+    with pytest.raises(UsageError, match="ffn_cpu is -1"):
+        EngineConfig(weight_residency="ffn", ffn_cpu=-1)
     with pytest.raises(UsageError, match="options of the cuda backend"):
         Engine.open(artifact_of("dense", "bf16"), EngineConfig(host_embedding=True))
 
@@ -206,6 +261,19 @@ def test_engine_under_a_limit_names_what_would_fit_and_then_answers_alike(
     assert said[0] == said[1]
     assert "of 4 on the device" in notes["networks"]
     assert notes["predicted"].endswith(")")
+
+
+def test_engine_gives_networks_to_the_cpu_and_says_so(limited: tuple[Path, EngineConfig, int]) -> None:
+    path, config, _ = limited
+    request, notes = Request(range(5, 25), GREEDY, max_new=8), {}
+    for n in (2, "auto"):
+        chosen = replace(config, weight_residency="ffn", n_ffn_layers=0, ffn_cpu=n)
+        with Engine.open(path, chosen) as engine:
+            assert 0 < len(list(engine.generate(request))) <= 8
+            notes[n] = dict(engine.program.notes)["CPU"]
+            assert ("CPU weights" in [label for label, n_bytes in engine.plan.rows() if n_bytes]) == (n == 2)
+    assert re.match(r"2 networks in rounds \(layers [123], [123]\): \d+\.\d ms a network", notes[2])
+    assert notes["auto"].startswith("no network, rounds would be no shorter")  # so small is the model
 
 
 # ---- host memory -------------------------------------------------------------------------------
@@ -275,5 +343,7 @@ def test_sizes_rates_and_counts_are_read_strictly() -> None:
     for wrong in ("", "27GB", "27", "-27GB/s", "0GB/s"):
         with pytest.raises(typer.BadParameter, match="as in 27GB/s"):
             link_rate(wrong)
-    with pytest.raises(typer.BadParameter, match="digits"):
-        ffn_layers("all")
+    assert [ffn_cpu(text) for text in (None, "auto", "0", "7")] == [0, "auto", 0, 7]
+    for read in (ffn_layers, ffn_cpu):
+        with pytest.raises(typer.BadParameter, match="digits"):
+            read("all")
