@@ -427,12 +427,8 @@ class EmulatedDevice:
     def call(self, stream: Stream, work: Work) -> None:
         """The host's own work, behind everything earlier."""
         assert isinstance(stream, EmulatedStream)
-
-        def run() -> None:
-            self.running.end_all()
-            work()
-
-        stream.queue(run)
+        stream.queue(self.running.end_all)
+        stream.queue(work)
 
     def fill(self, pointer: int, byte: int, n_bytes: int, stream: Stream) -> None:
         """Set bytes."""
