@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from ninfer_format import Artifact
-from ninfer_runtime.backends.cuda.device import DeviceMemoryError
+from ninfer_runtime.backends.cuda.cpu_networks import CpuNetwork
+from ninfer_runtime.backends.cuda.device import DeviceError, DeviceMemoryError
 from ninfer_runtime.backends.cuda.launch import CudaDevice
 from ninfer_runtime.backends.cuda.rates import link_bytes_per_second, measured_rates
 from ninfer_runtime.models.binder import BoundModel, bind
 from tests.runtime.artifacts import TRAINED, convert
-from tests.runtime.cuda.offload_rig import DRAFTS, N_LAYERS, drafting_story, offloaded, story
+from tests.runtime.cuda.offload_rig import DRAFTS, N_LAYERS, drafting_story, hidden_rows, offloaded, story
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -67,6 +68,31 @@ def test_pinned_memory_that_cannot_be_had_leaves_a_device_that_works() -> None:
     device.free(pointer)
     device.free_host(pinned)
     assert abs(device.free_bytes() - free) <= 4 << 20
+
+
+def test_networks_on_the_cpu_are_part_of_recorded_rounds(model: BoundModel) -> None:
+    on_cpu: dict[str, Any] = {"n_cpu_layers": 2, "on_cpu": (1, 3)}
+    said = [story(offloaded(model, CudaDevice(), 0, 1, **on_cpu), model) for _ in range(REPEATS)]
+    assert said[1:] == said[:-1]
+    expected = hidden_rows(offloaded(model, CudaDevice(), N_LAYERS, 0), model)
+    found = hidden_rows(offloaded(model, CudaDevice(), 0, 2, **on_cpu), model)
+    assert 0 < np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def test_drafts_are_verified_by_rounds_with_networks_on_the_cpu(model: BoundModel) -> None:
+    said = drafting_story(offloaded(model, CudaDevice(), 0, 1, DRAFTS, n_cpu_layers=1, on_cpu=(2,)), model)
+    assert len({tuple(tokens) for tokens, _ in said}) == 1
+
+
+def test_an_error_on_the_cpu_leaves_the_card_usable(model: BoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(network: CpuNetwork, x: Any) -> None:
+        raise MemoryError("no page left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuNetwork, "__call__", broken)
+        with pytest.raises(DeviceError, match="no page left"):
+            hidden_rows(offloaded(model, CudaDevice(), 0, 1, n_cpu_layers=1, on_cpu=(2,)), model)
+    assert story(offloaded(model, CudaDevice(), 0, 1), model)
 
 
 def test_copies_that_are_paced_take_their_time(model: BoundModel) -> None:

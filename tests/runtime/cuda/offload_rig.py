@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ninfer_runtime.backends.base import PrefillChunk, ProgramLimits, ProgramOptions
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.device import Device
@@ -68,6 +71,19 @@ def story(program: CudaProgram, model: BoundModel) -> list[Any]:
     out.append(emitted(program.read(program.launch(round_of(program, Row(1, [last[1]]))))))
     program.close()
     return out
+
+
+def hidden_rows(program: CudaProgram, model: BoundModel, seed: int = SEED) -> NDArray[np.float64]:
+    """Hidden rows of two columns behind a prompt; the program is closed."""
+    ids = random_ids(model, seed, 70)
+    try:
+        program.reset(0)
+        program.prefill(PrefillChunk(0, ids[:60], 0, pages_of(0)))
+        evaluated = program.read(program.launch(round_of(program, Row(0, ids[60:62].tolist()), want_hidden=True)))
+    finally:
+        program.close()
+    assert evaluated.hidden is not None
+    return evaluated.hidden.astype(np.float64)
 
 
 def drafting_story(program: CudaProgram, model: BoundModel) -> list[Any]:
