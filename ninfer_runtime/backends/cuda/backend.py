@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from ninfer_format.command import require_extra
 from ninfer_format.errors import UsageError
 from ninfer_format.hashing import Progress, silent
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
@@ -71,6 +72,7 @@ class CudaBackend:
     def _cpu_seconds(self, model: BoundModel, device: Device) -> CpuSeconds | None:
         """Of a network of the model beside copies to the device, measured once; None where it has no dense ones."""
         if id(model) not in self._cpu:
+            require_extra("torch", "cpu")
             from ninfer_runtime.backends.cuda.cpu_networks import measured_seconds
 
             self._cpu[id(model)] = measured_seconds(model, device)

@@ -50,8 +50,9 @@ class CpuNetwork:
         """``x`` float32 [t, hidden] → the new one, bfloat16 of it times ``next_norm``, and its Σ x² [t]."""
         hidden = x.shape[1]
         rms = torch.rsqrt(x.square().sum(1, keepdim=True) / hidden + self.epsilon)
-        gate, up = (self.gate_up(_padded((x * self.norm).bfloat16())) * rms).chunk(2, 1)
-        inner = (torch.nn.functional.silu(gate) * up).bfloat16()
+        halves = (self.gate_up(_padded((x * self.norm).bfloat16())) * rms).chunk(2, 1)
+        # Row by row: where torch's vectors end depends on how many elements there are, and so does its exponential.
+        inner = torch.stack([torch.nn.functional.silu(gate) * up for gate, up in zip(*halves, strict=True)]).bfloat16()
         x = x + self.down(_padded(inner))
         return x, (x * self.next_norm).bfloat16(), x.square().sum(1)
 
@@ -189,14 +190,15 @@ def measured_seconds(model: BoundModel, device: Device) -> CpuSeconds | None:
     if not isinstance(model.layers[0].ffn, MlpWeights):
         return None
     network, hidden, rng = random_network(model), model.spec.text.hidden, np.random.default_rng(0)
-    stream, source = device.stream(), device.allocate_host(_COPY_BYTES)
-    target = device.allocate(_COPY_BYTES)
+    stream, source, target = device.stream(), device.allocate_host(_COPY_BYTES), 0
     try:
+        target = device.allocate(_COPY_BYTES)
         of_columns = {n: torch.from_numpy(rng.standard_normal((n, hidden), np.float32)) for n in (1, 8)}
         return CpuSeconds(*(_beside_copies(device, stream, target, source, network, x) for x in of_columns.values()))
     finally:
         device.synchronize(stream)
-        device.free(target)
+        if target:
+            device.free(target)
         device.free_host(source)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ninfer_format.command import require_extra
 from ninfer_format.errors import UnsupportedError, UsageError
 from ninfer_format.geometry import up
 from ninfer_runtime.backends.base import MemoryPlan, ProgramLimits, ProgramOptions
@@ -100,8 +101,11 @@ def plan_streamed(
 
     seconds = None if rates.cpu is None else (rates.cpu.of_one, rates.cpu.of_eight)
     chosen = replace(residency, rates=(rates.read, rates.link), cpu_seconds=seconds)
+    cost = round_bytes(model, regions, limits, limits.max_drafts)
     choice = choose(
-        round_bytes(model, regions, limits, limits.max_drafts),
+        replace(
+            cost, n_columns=limits.max_rows * cost.n_columns
+        ),  # the CPU's time grows with them: that of full rounds
         rates.limited(residency),
         residency,
         lambda streamed, n_slots: with_streamed(streamed, n_slots).reserved_bytes <= free,
@@ -111,6 +115,7 @@ def plan_streamed(
 
 def _cpu_bytes(model: BoundModel, layer: int) -> int:
     """Of a network in the form that the CPU multiplies."""
+    require_extra("torch", "cpu")
     from ninfer_runtime.backends.cuda.cpu_networks import network_bytes
 
     return network_bytes(model, layer)

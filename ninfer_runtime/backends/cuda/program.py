@@ -58,7 +58,7 @@ from ninfer_runtime.backends.cuda.round_graphs import RoundGraphs
 from ninfer_runtime.backends.cuda.round_pass import RoundPass
 from ninfer_runtime.backends.cuda.snapshots import Part, Snapshots
 from ninfer_runtime.backends.cuda.staging import Staging
-from ninfer_runtime.backends.cuda.starting import clear, load_weights, networks_on_cpu
+from ninfer_runtime.backends.cuda.starting import Networks, NoCpu, clear, load_weights, networks_on_cpu
 from ninfer_runtime.backends.cuda.weights import DeviceWeights
 from ninfer_runtime.models.binder import BoundModel
 
@@ -77,9 +77,11 @@ class CudaProgram:
         self.stream = device.stream()
         self._host = HostStore(device, plan.host_weight_bytes)
         self._arena = Arena(device, plan.device_bytes)
+        self._cpu: Networks = NoCpu()
         try:
             self._start(progress)
         except BaseException:
+            self._cpu.close()
             self._arena.close()
             self._host.close()
             raise

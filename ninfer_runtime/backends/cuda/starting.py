@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from ninfer_format.command import require_extra
 from ninfer_format.geometry import up
 from ninfer_format.hashing import Progress, available_cores
 from ninfer_runtime.backends.cuda.device import Device, Stream
@@ -19,7 +20,7 @@ from ninfer_runtime.config import Residency
 from ninfer_runtime.models.binder import BoundModel
 
 if TYPE_CHECKING:
-    from ninfer_runtime.backends.cuda.cpu_networks import CpuFfn, CpuRounds
+    from ninfer_runtime.backends.cuda.cpu_networks import CpuFfn
 
 _RUN_BYTES = 8 << 20
 _READERS = 8
@@ -53,11 +54,24 @@ def load_weights(device: Device, model: BoundModel, regions: Regions, progress: 
     return report
 
 
-def networks_on_cpu(device: Device, model: BoundModel, residency: Residency, n_columns: int) -> "CpuRounds | NoCpu":
+class Networks(Protocol):
+    """Networks that the CPU computes in rounds, by decoder layer."""
+
+    of_layer: Mapping[int, "CpuFfn"]
+
+    def check(self) -> None:
+        """DeviceError if one of them could not be computed."""
+
+    def close(self) -> None:
+        """Give back what they hold; no round may be running."""
+
+
+def networks_on_cpu(device: Device, model: BoundModel, residency: Residency, n_columns: int) -> Networks:
     """The networks that ``residency`` gives to the CPU, for rounds of up to ``n_columns``. MissingExtraError without
     torch, DeviceMemoryError when the host has too little memory free for them."""
     if not residency.on_cpu:
         return NoCpu()
+    require_extra("torch", "cpu")
     from ninfer_runtime.backends.cuda.cpu_networks import CpuRounds
 
     return CpuRounds(device, model, residency.on_cpu, n_columns)

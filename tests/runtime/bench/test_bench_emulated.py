@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ninfer_runtime.backends.base import Backend
+from ninfer_runtime.backends.cuda import residency
 from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.residency import Rates
 from ninfer_runtime.bench import decode, drafts, load, offload, prefill, running, suite
@@ -113,6 +115,26 @@ def test_streamed_rounds_are_held_against_both_bounds_and_carried_to_the_card_th
         )
     assert results[2].details["tokens"] > 1
     assert results[4].details["copies_ms"] == pytest.approx(2 * results[0].details["copies_ms"], rel=0.01)
+
+
+def test_networks_on_the_cpu_are_measured_apart(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (drafts, offload):
+        monkeypatch.setattr(module, "WARM_UP_ROUNDS", 2)
+    monkeypatch.setattr(residency, "MAX_SLOTS", 1)
+    case = offload.OffloadCase(70, 4, n_layers=0, n_cpu=1)
+    results = list(offload.offload(replace(options, kv_dtype="bf16"), [case]))
+    name = "offload/tiny/groupwise-int/n0/ctx70/cpu1"
+    assert [r.id for r in results if "rtx" not in r.id] == [f"{name}/plain", f"{name}/k3", f"{name}/prefill"]
+    assert {result.problem for result in results} == {""}
+    plain, drafting, prompt = (result for result in results if "rtx" not in result.id)
+    for result in (plain, drafting):
+        d = result.details
+        assert d["on_cpu"]
+        assert d["cpu_ms"] > 0
+        assert result.value == pytest.approx(d["ms"] / max(d["copies_ms"], d["products_ms"] + d["cpu_ms"]), rel=0.01)
+        assert re.match(r"the first \d+ of \d+ tokens as of the resident program", result.check)
+    # Four layers through one slot: in prompts, of two chunks, the one on the CPU passes too.
+    assert prompt.details["copies_ms"] == pytest.approx(2 * 4 / 3 * plain.details["copies_ms"], rel=0.02)
 
 
 def test_nothing_is_streamed_of_a_mixture_of_experts(options: BenchOptions, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,16 @@ from numpy.typing import NDArray
 
 from ninfer_format import NUMERIC_FORMATS, Artifact
 from ninfer_format.numeric.grouped import dequantize, quantize_groups
-from ninfer_runtime.backends.base import PrefillChunk
+from ninfer_runtime.backends.base import PrefillChunk, ProgramOptions
 from ninfer_runtime.backends.cuda import cpu_networks
+from ninfer_runtime.backends.cuda import program as program_module
+from ninfer_runtime.backends.cuda.backend import CudaBackend
 from ninfer_runtime.backends.cuda.cpu_matrices import Bfloat16Matrix, FourBitPlanes
 from ninfer_runtime.backends.cuda.cpu_networks import CpuNetwork, CpuRounds, measured_seconds, network_bytes
 from ninfer_runtime.backends.cuda.device import DeviceError, DeviceMemoryError
 from ninfer_runtime.backends.cuda.program import CudaProgram
+from ninfer_runtime.backends.cuda.residency import CpuSeconds
+from ninfer_runtime.config import Residency
 from ninfer_runtime.models.binder import BoundModel, bind
 from tests.emulator.device import EmulatedDevice
 from tests.emulator.recording import Order
@@ -25,6 +30,8 @@ from tests.runtime.conftest import ArtifactOf
 from tests.runtime.cuda.offload_rig import (
     DRAFTS,
     N_LAYERS,
+    PLAIN,
+    RATES,
     SEED,
     drafting_story,
     hidden_rows,
@@ -158,6 +165,37 @@ def test_an_error_on_the_cpu_is_one_line_of_the_round_that_needed_it(
     with pytest.raises(DeviceError, match=r"CPU's part of a round failed: MemoryError\('no page left'\); start again"):
         program.read(ticket)
     program.close()
+
+
+def test_a_start_that_fails_gives_everything_back(model: BoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(n_sms=4)
+    cpu_program(model, 1, device=device).close()
+    pinned, used = len(device._pinned), device.memory.used_bytes
+
+    def broken(*arguments: object) -> None:
+        raise DeviceError("no room for graphs")
+
+    monkeypatch.setattr(program_module, "Staging", broken)
+    with pytest.raises(DeviceError, match="no room"):
+        cpu_program(model, 1, device=device)
+    assert device.memory.used_bytes == used
+    buffers = len(device._pinned) - pinned
+    monkeypatch.setattr(CpuRounds, "close", lambda _: None)
+    with pytest.raises(DeviceError, match="no room"):
+        cpu_program(model, 1, device=device)
+    assert len(device._pinned) - pinned == 2 * buffers + 1, "the buffer that was not given back this time"
+
+
+def test_full_rounds_decide_what_the_cpu_takes(model: BoundModel) -> None:
+    rates = replace(RATES, link=1e6, cpu=CpuSeconds(1e-5, 1.0))
+    taken = []
+    for n_rows in (1, 2):
+        backend = CudaBackend(EmulatedDevice(n_sms=4), rates=rates)
+        wanted = Residency("ffn", 0, n_cpu_layers=None)
+        options = ProgramOptions(device="cuda", dtype="bfloat16", residency=wanted)
+        limits = replace(PLAIN, max_columns=1, max_rows=n_rows)
+        taken.append(len(backend.plan_memory(model, limits, options).options.residency.on_cpu))
+    assert taken[0] > taken[1] == 0
 
 
 def test_host_memory_that_is_not_there_is_refused_with_the_amount(
