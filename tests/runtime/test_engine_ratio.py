@@ -16,9 +16,10 @@ from ninfer_runtime.backends.base import Round, Ticket, Uint32s
 from ninfer_runtime.backends.reference import rounds
 from ninfer_runtime.backends.reference.drafts import shares
 from ninfer_runtime.backends.reference.sampling import Candidates, adjust, candidates
+from tests.runtime.chance import chance_at_most
 from tests.runtime.conftest import ArtifactOf
 from tests.runtime.programs import random_ids
-from tests.runtime.test_drafts import p_value
+from tests.runtime.test_drafts import CHANCE
 
 WILD = SamplingParams(temperature=1.6, top_k=3, top_p=1.0, presence_penalty=0.5)
 N_DRAFTS, N_COUNTED = 2, 3
@@ -103,36 +104,31 @@ def expected_shares(engine: Engine, prompt: list[int], *, has_form: bool) -> dic
     return found
 
 
-def p_of(engine: Engine, seed: int, n: int, *, has_form: bool) -> float:
-    """Chi-square of ``n`` texts with random seeds behind one prompt."""
+def chance_of(engine: Engine, seed: int, n: int, *, has_form: bool) -> float:
+    """At most that is the chance of ``n`` texts with random seeds behind one prompt, if the target draws them."""
     prompt = prompt_of(engine, seed)
     expected = expected_shares(engine, prompt, has_form=has_form)
     seeds = np.random.default_rng(seed).integers(0, 2**63, n).tolist()
     counts = Counter(texts(engine, prompt, seeds, has_form=has_form))
     cells = list({**expected, **dict.fromkeys(counts, 0.0)} if set(counts) - set(expected) else expected)
     observed: NDArray[np.int64] = np.array([counts[cell] for cell in cells])
-    return p_value(observed, np.array([n * expected.get(cell, 0.0) for cell in cells]))
+    return chance_at_most(observed, np.array([n * expected.get(cell, 0.0) for cell in cells]))
 
 
 @pytest.mark.parametrize(
-    "n, p_least",
-    [
-        (160, 1e-6),
-        pytest.param(20_000, 1e-4, marks=(pytest.mark.slow, pytest.mark.timeout(3600))),
-    ],
+    "n",
+    [160, pytest.param(20_000, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))],
     ids=["160", "20000"],
 )
 @pytest.mark.parametrize("has_form", [False, True], ids=["free", "form"])
-def test_texts_are_distributed_as_without_drafts(
-    path: Path, n: int, p_least: float, has_form: bool, fresh_seed: int
-) -> None:
+def test_texts_are_distributed_as_without_drafts(path: Path, n: int, has_form: bool, fresh_seed: int) -> None:
     with Engine.open(path, CONFIG) as engine:
-        p = p_of(engine, fresh_seed, n, has_form=has_form)
+        chance = chance_of(engine, fresh_seed, n, has_form=has_form)
         stats = engine.stats()
-        print(f"{n} texts: p = {p:.3g}, accepted {stats.accepted} of {stats.drafted} drafts")
+        print(f"{n} texts: {chance:.3g}, accepted {stats.accepted} of {stats.drafted} drafts")
         assert stats.drafted > n / 4
         assert has_form or 0 < stats.accepted < stats.drafted
-        assert p > p_least
+        assert chance > CHANCE
 
 
 @pytest.mark.slow
@@ -142,9 +138,8 @@ def test_the_same_test_finds_a_rule_that_accepts_too_much(
 ) -> None:
     monkeypatch.setattr(rounds, "draw_by_ratio", lambda _target, draft_id, *_: draft_id)
     with Engine.open(path, CONFIG) as engine:
-        p = p_of(engine, fresh_seed, 4000, has_form=False)
-    print(f"p = {p:.3g}")
-    assert p < 1e-4
+        chances = (chance_of(engine, fresh_seed + 1000 * i, 4000, has_form=False) for i in range(4))
+        assert any(chance < CHANCE for chance in chances)
 
 
 def test_drafts_that_a_form_forbids_still_take_part(
@@ -172,7 +167,11 @@ def test_drafts_that_a_form_forbids_still_take_part(
 def test_seeds_repeat_their_texts_in_any_company(path: Path, fresh_seed: int) -> None:
     with Engine.open(path, CONFIG) as engine:
         prompt = prompt_of(engine, fresh_seed)
-        seeds = list(range(fresh_seed, fresh_seed + 8))
-        together = texts(engine, prompt, seeds, has_form=False)
+        # Eight texts that are all the same would show nothing; behind this prompt no text has a share above 0.8.
+        for begin in range(fresh_seed, fresh_seed + 160, 8):
+            seeds = list(range(begin, begin + 8))
+            together = texts(engine, prompt, seeds, has_form=False)
+            if len(set(together)) > 1:
+                break
         assert len(set(together)) > 1
         assert [texts(engine, prompt, [seed], has_form=False)[0] for seed in seeds] == together

@@ -56,7 +56,9 @@ def test_bfloat16_norm_rounds_once(fresh_seed: int) -> None:
     found = rms_norm(tensor(x).bfloat16(), tensor(w), 1e-6)
     assert found.dtype == torch.bfloat16
     half_ulp = 2.0**-9 * 2.0 ** np.ceil(np.log2(np.abs(exact)))
-    assert (np.abs(found.double().numpy() - exact) <= 1.0001 * half_ulp).all()
+    # What is rounded to bfloat16 is itself rounded in float32: 128 additions under a root, and eight operations more.
+    in_float32 = (128 / 2 + 8) * 2.0**-24 * np.abs(exact)
+    assert (np.abs(found.double().numpy() - exact) <= half_ulp + in_float32).all()
 
 
 def test_rotary_pairs_axes_and_pass_through(dense: BoundModel, fresh_seed: int) -> None:

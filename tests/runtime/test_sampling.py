@@ -78,16 +78,28 @@ def test_top_p_is_measured_before_min_p_removes_mass_and_after_top_k_did() -> No
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize(
-    "field", [{}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"top_k": -1}, {"top_p": 1e-9, "min_p": 1.0}]
+    "field, n_kept",
+    [
+        ({}, 100),
+        ({"top_k": -1}, 100),
+        ({"top_p": 0.0}, 1),
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 1}, 1),
+        ({"top_p": 1e-9, "min_p": 1.0}, 1),
+    ],
 )
-def test_e13_something_can_always_be_drawn(temperature: float, field: dict[str, Any], fresh_seed: int) -> None:
+def test_e13_something_can_always_be_drawn(
+    temperature: float, field: dict[str, Any], n_kept: int, fresh_seed: int
+) -> None:
     logits = np.random.default_rng(fresh_seed).normal(0, 30, 100).astype(np.float32)
+    best = int(logits.argmax())
+    logits[best] += 1.0  # at temperature 1e-3 the second then has e^-1000 of its share
     params = SamplingParams(**(OFF | {"temperature": temperature, "seed": fresh_seed} | field))
     found = candidates(adjust(logits, params, None, None), params)
-    assert found.ids.size >= 1
+    assert found.ids.size == n_kept
     assert found.probabilities.sum() == pytest.approx(1)
-    if field or temperature < 1e-2:
-        assert sample(logits, params, None, 0) == int(logits.argmax())
+    drawn = sample(logits, params, None, 0)
+    assert drawn == best or (n_kept > 1 and temperature > 1e-2 and drawn in found.ids)
 
 
 def test_penalties_follow_the_formula_and_reach_greedy_too() -> None:
@@ -161,7 +173,7 @@ def test_draws_follow_the_stated_distribution(fields: dict[str, Any], target: li
     found = np.bincount([sample(logits, params, None, position) for position in range(n)], minlength=4)
     assert all(count == 0 for count, p in zip(found, target, strict=True) if p == 0)
     chi = sum((count - n * p) ** 2 / (n * p) for count, p in zip(found, target, strict=True) if p)
-    assert chi < 30, f"{found} is not {target} (chi-square {chi:.1f}; above 30 once in a million for 3 degrees)"
+    assert chi < 50, f"{found} is not {target} (chi-square {chi:.1f}; above 50 once in 10^10 for 3 degrees)"
 
 
 def test_logprobs_are_natural_logs_over_the_raw_logits() -> None:

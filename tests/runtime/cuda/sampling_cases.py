@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.random import Generator
 
-from ninfer_runtime.backends.base import Float32s, Int32s, Uint32s
+from ninfer_runtime.backends.base import Float32s, Int32s, Round, Uint32s
+from ninfer_runtime.backends.reference.book import Launched
 from ninfer_runtime.config import MAX_SEED, SamplingParams
 from tests.runtime.cuda.sampling_rig import Bench, Mirror, Vocabulary, assert_same, make_round
 
@@ -50,6 +51,15 @@ def some_logits(rng: Generator, shape: tuple[int, ...], vocabulary: Vocabulary) 
     return logits.astype(np.float32)
 
 
+def decided_logits(rng: Generator, mirror: Mirror, round_: Round, previous: Launched | None = None) -> Float32s:
+    """Some logits of a round, with most drafts right, from which no draw is on an edge."""
+    while True:
+        logits = some_logits(rng, round_.token_ids.shape, mirror.vocabulary)
+        make_drafts_right(logits, round_.token_ids, rng)
+        if mirror.is_decided(round_, logits, previous):
+            return logits
+
+
 def some_masks(rng: Generator, shape: tuple[int, ...], vocabulary: Vocabulary) -> Uint32s:
     """From one allowed id to almost all."""
     words = -(-vocabulary.n_rows // 32)
@@ -76,8 +86,6 @@ def check_rounds(bench: Bench, seed: int, n_rounds: int) -> None:
         bench.set_counts(mirror.counts)
         few = rng.choice(vocabulary.n_addressable, 4)  # drafts repeat
         token_ids = rng.choice(few, (b, q)).astype(np.int32)
-        logits = some_logits(rng, (b, q), vocabulary)
-        make_drafts_right(logits, token_ids, rng)
         round_ = make_round(
             token_ids,
             tuple(some_params(rng, vocabulary.n_addressable) for _ in range(b)),
@@ -90,6 +98,7 @@ def check_rounds(bench: Bench, seed: int, n_rounds: int) -> None:
             logits_mask=some_masks(rng, (b, q), vocabulary) if rng.random() < 0.3 else None,
             n_top_logprobs=[None, 0, 1, 20, 100][rng.integers(0, 5)],
         )
+        logits = decided_logits(rng, mirror, round_)
         try:
             assert_same(bench.play(round_, logits), mirror.launch(round_, logits).result)
         except AssertionError:

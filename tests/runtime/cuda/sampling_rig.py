@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,7 @@ from ninfer_runtime.backends.cuda.ops.round_state import (
     RoundMemory,
 )
 from ninfer_runtime.backends.cuda.ops.sampling import Sampler, SamplerMemory, SamplerShape
+from ninfer_runtime.backends.reference import sampling
 from ninfer_runtime.backends.reference.book import Launched
 from ninfer_runtime.backends.reference.results import Evaluation, round_result
 from ninfer_runtime.backends.reference.rounds import RowTask
@@ -30,6 +34,8 @@ from ninfer_runtime.models.spec import ModelSpec
 
 N_SLOTS = 9
 PAGES = 5
+EDGE = 1e-3
+"""Of an id's even share of the vocabulary: a few 1e-7 of all; float32 sums of shares were seen to be off by 1e-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,26 @@ def make_round(token_ids: Int32s, sampling: tuple[SamplingParams, ...], **change
     return replace(plain, **changes)
 
 
+def is_decided(draw: Callable[[], object], vocabulary: Vocabulary) -> bool:
+    """Whether ``draw`` gives the same with the reference's random numbers a little smaller or larger.
+
+    The device adds up shares in float32, the reference in float64. A number closer than their difference to the edge
+    between two candidates' shares may fall to either, and nothing says that both take the same one.
+    """
+    uniform, edge, found = sampling.uniform, EDGE / vocabulary.n_addressable, []
+    for shift in (-edge, 0.0, edge):
+        with patch.object(
+            sampling, "uniform", lambda *at, shift=shift: min(max(uniform(*at) + shift, 0.0), 1 - 2.0**-53)
+        ):
+            found.append(draw())
+    return found[0] == found[1] == found[2]
+
+
 class Mirror:
     """The reference's rounds, from given logits."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
         text = SimpleNamespace(vocab_rows=vocabulary.n_rows, hidden=16)
         self._spec = cast(ModelSpec, SimpleNamespace(text=text, n_addressable=vocabulary.n_addressable))
         self.counts = np.zeros((N_SLOTS, vocabulary.n_rows), np.int32)
@@ -79,6 +101,16 @@ class Mirror:
         result = round_result(round_, tasks, evaluations, self._spec)
         budgets = np.array([0 if task is None else task.budget for task in tasks], np.int32)
         return Launched(round_, result, [], budgets)
+
+    def is_decided(self, round_: Round, logits: Float32s, previous: Launched | None = None) -> bool:
+        """Whether no draw of this launch is on an edge; nothing is counted."""
+
+        def tokens() -> object:
+            twin = copy(self)
+            twin.counts = self.counts.copy()
+            return twin.launch(round_, logits, previous).result.token_ids.tolist()
+
+        return is_decided(tokens, self.vocabulary)
 
     def count(self, round_: Round, result: RoundResult, n_tokens: Int32s) -> None:
         """Occurrences of the first tokens of each row."""

@@ -15,7 +15,7 @@ from ninfer_runtime.backends.base import Round, RowStatus, Ticket, following, pa
 from ninfer_runtime.backends.cuda.ops import draft, round_state
 from ninfer_runtime.config import SamplingParams
 from tests.emulator.device import EmulatedDevice
-from tests.runtime.cuda.sampling_cases import make_drafts_right, some_logits, some_params
+from tests.runtime.cuda.sampling_cases import decided_logits, some_params
 from tests.runtime.cuda.sampling_rig import N_SLOTS, PAGES, TINY, Bench, Mirror, assert_same, make_round
 
 INCLUDE = Path(round_state.__file__).parents[1] / "include"
@@ -94,8 +94,7 @@ def test_rounds_that_follow_unread_rounds_equal_the_reference(bench: Bench, fres
         )
         previous = None
         for step in range(4):
-            logits = some_logits(rng, round_.token_ids.shape, TINY)
-            make_drafts_right(logits, round_.token_ids, rng)
+            logits = decided_logits(rng, mirror, round_, previous)
             expected = mirror.launch(round_, logits, previous)
             result = bench.play(round_, logits)
             assert_same(result, expected.result)
