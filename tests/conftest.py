@@ -12,6 +12,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair: no test may fail for it.
+settings.register_profile("ninfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ninfer")
 
 _SEED_VARIABLE = "NINFER_TEST_SEED"
 

@@ -113,22 +113,27 @@ def test_a26_kill_at_random_moments_loses_nothing_and_resumes_byte_identically(
         process.join()
         whole = time.monotonic() - whole
         assert process.exitcode == 0
-    for number in range(KILLS):
+    number = 0
+    while number < KILLS or hits < KILLS // 4:
+        assert number < 10 * KILLS, "kills find no build half-way"
         out = tmp_path / f"k{number}.ninfer"
+        number += 1
         for attempt in range(rng.choice((1, 1, 2))):
             killed_after(rng.uniform(0, 1.05 * whole), dense.folder, out, resume=attempt > 0)
             if out.exists():
                 assert out.read_bytes() == reference
                 whole *= 0.85  # the machine has become faster than it was when it was timed
                 break
-        hits += temporary_of(out).exists()
+        if temporary_of(out).exists():
+            hits += 1
+        elif not out.exists():
+            whole *= 1.05  # or slower: nothing had been written
         if out.exists():
             finish_published(out)
         else:
             build(plan_of(dense, out=out, resume=True))
         check_complete(out, reference)
-    print(f"{hits} of {KILLS} kills left a temporary file; one build takes {whole:.2f} s")
-    assert hits >= KILLS // 4
+    print(f"{hits} of {number} kills left a temporary file; one build takes {whole:.2f} s")
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -242,22 +242,22 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_text_ends_in_one_typed_error_quickly(what: str) -> None:
     text, message = HOSTILE[what]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InventoryError) as caught:
         ModelConfig.from_json(text)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 2000
-    assert time.monotonic() - start < GENEROUS_SECONDS
+    assert time.process_time() - start < GENEROUS_SECONDS
 
 
 def test_thousands_of_false_exceptions_give_one_short_message_quickly() -> None:
     document = json.loads(tiny_config("dense").to_json())
     document["recipe"] |= {f"text/layers/{n}/mlp/down": "BF16" for n in range(4, 20_000)}
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InventoryError, match=r"and \d+ more") as caught:
         ModelConfig.from_json(json.dumps(document).encode())
     assert len(str(caught.value)) < 4000
-    assert time.monotonic() - start < GENEROUS_SECONDS
+    assert time.process_time() - start < GENEROUS_SECONDS
 
 
 def test_white_space_and_member_order_carry_no_meaning() -> None:

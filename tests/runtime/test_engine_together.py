@@ -275,7 +275,7 @@ def test_listeners_get_every_event_and_one_end(ahead: bool, fresh_seed: int) -> 
 
 
 def test_queue_is_bounded_and_patience_ends() -> None:
-    engine, program = engine_of(config=replace(PLAIN, max_concurrency=1, max_pending=2, pending_seconds=0.2), n_slots=4)
+    engine, program = engine_of(config=replace(PLAIN, max_concurrency=1, max_pending=2, pending_seconds=1.0), n_slots=4)
     gate = threading.Event()
     prefill = program.prefill
     program.prefill = lambda chunk: (gate.wait(20), prefill(chunk))[1]  # type: ignore[method-assign]
@@ -284,12 +284,12 @@ def test_queue_is_bounded_and_patience_ends() -> None:
         waiting = [engine.submit(Request((2, i), GREEDY, 3)) for i in range(2)]
         with pytest.raises(OverloadedError, match="3 requests run or wait"):
             engine.submit(Request((3,), GREEDY, 3))
-        time.sleep(0.3)
+        time.sleep(1.1)
         gate.set()
         assert len(list(running)) == 3
         # There are four slots, so the others started at once unless they had waited too long.
         for handle in waiting:
-            with pytest.raises(QueueTimeoutError, match=r"waited 0\.[3-9]"):
+            with pytest.raises(QueueTimeoutError, match=r"waited [1-9]"):
                 list(handle)
 
 

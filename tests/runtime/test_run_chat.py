@@ -96,7 +96,12 @@ def test_chat_on_a_terminal_edits_lines_and_leaves_on_the_second_interrupt(model
         seen = seen[seen.index(text) + len(text) :]
 
     def interrupt() -> None:
-        time.sleep(0.5)  # the prompt is out a moment before readline waits, and a signal between the two is lost
+        # The prompt is out a moment before readline waits, and a signal between the two is lost.
+        n_asleep = 0
+        while n_asleep < 20:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0]
+            n_asleep = n_asleep + 1 if state == "S" else 0
+            time.sleep(0.02)
         os.write(terminal, b"\x03")
 
     until("> ")

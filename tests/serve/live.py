@@ -146,6 +146,27 @@ def served(
         yield server
 
 
+def leave_an_answer(server: LiveServer, path: str, body: dict[str, Any]) -> int:
+    """Ask and go, a stream behind its first bytes; how many answers the engine has cancelled for it.
+
+    An answer may have ended before the client is gone: a stream is asked for again until one has not.
+    """
+
+    def n_cancelled() -> int:
+        return server.service.engine.stats().requests_finished.get("cancelled", 0)
+
+    before = n_cancelled()
+    for _ in range(50):
+        client = server.raw(path, body)
+        if body["stream"]:
+            assert client.recv(100)
+        client.close()
+        server.wait_until_idle()
+        if n_cancelled() > before or not body["stream"]:
+            break
+    return n_cancelled() - before
+
+
 def service_of(
     artifact: Artifact,
     engine: Engine,

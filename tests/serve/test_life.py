@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,13 +95,17 @@ def test_c15_a_client_that_leaves_a_prompt_frees_the_slot_within_a_chunk(
     one_row: tuple[LiveServer, PausedProgram], stream: bool, leave: Callable[[socket.socket], None]
 ) -> None:
     server, program = one_row
-    before = program.n_chunks
+    before, left = program.n_chunks, server.service.metrics.n_left
     text = f"{random.random()} " + "abc xyz " * 500
     client = server.raw(CHAT, body(text, stream=stream, max_tokens=10))
     until(lambda: program.n_chunks >= before + 2)
+    program.gate.clear()
+    at = program.n_chunks
     leave(client)
+    until(lambda: server.service.metrics.n_left == left + 1)
+    program.gate.set()
     server.wait_until_idle()
-    assert program.n_chunks < before + 12, "the whole prompt has more than 20 chunks"
+    assert program.n_chunks < at + 8, "the whole prompt has more than 20 chunks"
     client.close()
 
 
@@ -125,19 +130,21 @@ def test_a_client_that_leaves_while_its_prompt_is_made_asks_the_engine_nothing(
     one_row: tuple[LiveServer, PausedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, program = one_row
-    begun = []
+    begun, may_end = threading.Event(), threading.Event()
 
     def slowly(*arguments: Any) -> Any:
-        begun.append(1)
-        time.sleep(0.3)
+        begun.set()
+        assert may_end.wait(60)
         return prepare(*arguments)
 
     monkeypatch.setattr("ninfer_runtime.serve.service.prepare", slowly)
     chunks = program.n_chunks
     client = server.raw(CHAT, body())
-    until(lambda: bool(begun))
+    assert begun.wait(20)
+    assert server.service.n_alive == 1
     client.close()
     until(lambda: server.service.n_alive == 0)
+    may_end.set()
     time.sleep(0.4)
     assert program.n_chunks == chunks
     server.wait_until_idle()
@@ -316,6 +323,7 @@ def test_a_first_signal_lets_running_answers_end_and_takes_no_more(artifact: Pat
         program.round_seconds = 0.01
         with streaming(server, program, max_tokens=150) as client:
             assert server.ask("GET", "/ready").json == {"status": "ready"}
+            program.gate.clear()
             interrupt(server)
             until(lambda: server.ask("GET", "/ready").status == 503)
             assert server.ask("GET", "/ready").json == {"status": "draining"}
@@ -323,6 +331,7 @@ def test_a_first_signal_lets_running_answers_end_and_takes_no_more(artifact: Pat
             refused = server.chat("Hi")
             assert (refused.status, refused.json["error"]["code"]) == (503, "service_unavailable")
             assert "retry-after" in refused.headers
+            program.gate.set()
             events = rest(client).events
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert wait_for_end(server) == EXIT_GOOD

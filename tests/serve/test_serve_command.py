@@ -79,10 +79,12 @@ class Running:
         finally:
             connection.close()
 
-    def end(self, *signals: signal.Signals, pause: float = 0.3) -> int:
-        for number in signals:
+    def end(self, *signals: signal.Signals) -> int:
+        """Send the signals, each when the one before has been seen; the exit code."""
+        for i, number in enumerate(signals):
             self.process.send_signal(number)
-            time.sleep(pause)
+            while i + 1 < len(signals) and self.ask("GET", "/ready")[0] != 503:
+                time.sleep(0.02)
         out, _ = self.process.communicate(timeout=60)
         assert out == ""
         assert not self.ready_file.exists()
