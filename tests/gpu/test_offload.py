@@ -76,7 +76,7 @@ def test_networks_on_the_cpu_are_part_of_recorded_rounds(model: BoundModel) -> N
     assert said[1:] == said[:-1]
     expected = hidden_rows(offloaded(model, CudaDevice(), N_LAYERS, 0), model)
     found = hidden_rows(offloaded(model, CudaDevice(), 0, 2, **on_cpu), model)
-    assert 0 < np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+    assert 0 < np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_drafts_are_verified_by_rounds_with_networks_on_the_cpu(model: BoundModel) -> None:
