@@ -77,7 +77,7 @@ def test_search_removes_a_stated_share_of_the_error_of_normal_weights(format: st
 @pytest.mark.parametrize("format", FORMATS)
 def test_search_comes_close_to_the_best_of_all_binary16_scales(format: str, fresh_seed: int) -> None:
     fmt = NUMERIC_FORMATS[format]
-    values = np.random.default_rng(fresh_seed).standard_normal((40, fmt.group), np.float32)
+    values = np.random.default_rng(fresh_seed).standard_normal((400, fmt.group), np.float32)
     found = group_errors(values, quantize_groups_mse(values, fmt), fmt, None)[:, 0]
     amax = np.abs(values).max(axis=1)
     least, most = (
@@ -145,8 +145,8 @@ def test_equal_importance_gives_the_bytes_of_none(format: str, fresh_seed: int) 
 @pytest.mark.parametrize("format", FORMATS)
 def test_columns_of_no_importance_do_not_count(format: str, fresh_seed: int) -> None:
     fmt, rng = NUMERIC_FORMATS[format], np.random.default_rng(fresh_seed)
-    values = rng.standard_normal((16, 128), np.float32)
-    columns = (rng.random(128) < 0.5).astype(np.float32)
+    values = rng.standard_normal((64, 512), np.float32)
+    columns = (rng.random(512) < 0.5).astype(np.float32)
     outlying = np.where(columns > 0, values, 1.5 * values).astype(np.float32)
     canonical = group_errors(outlying, quantize_groups(outlying, fmt), fmt, columns).sum()
     searched = group_errors(outlying, quantize_groups_mse(outlying, fmt, columns), fmt, columns).sum()

@@ -109,13 +109,14 @@ def test_mse_is_never_worse_than_max(fresh_seed: int, weighted: bool) -> None:
 def test_mse_removes_a_quarter_of_the_error_of_normal_weights(fresh_seed: int) -> None:
     values = np.random.default_rng(fresh_seed).standard_normal((256, 256), np.float32)
     ratio = squared_error(values, encode_nvfp4(values, method="mse")) / squared_error(values, encode_nvfp4(values))
-    assert 0.70 < ratio < 0.75
+    # 0.729 with a deviation of 0.004 from seed to seed.
+    assert 0.69 < ratio < 0.77
 
 
 def test_importance_moves_error_to_where_it_does_not_matter(fresh_seed: int) -> None:
     rng = np.random.default_rng(fresh_seed)
-    values = rng.standard_normal((64, 128), np.float32)
-    importance = np.where(rng.random(128) < 0.25, np.float32(100), np.float32(1))
+    values = rng.standard_normal((128, 512), np.float32)
+    importance = np.where(rng.random(512) < 0.25, np.float32(100), np.float32(1))
     plain, weighted = (encode_nvfp4(values, method="mse", importance=i) for i in (None, importance))
     assert squared_error(values, weighted, importance) < 0.8 * squared_error(values, plain, importance)
     assert squared_error(values, weighted) > squared_error(values, plain)

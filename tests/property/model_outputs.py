@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ninfer_runtime.text.stream import StreamOptions
@@ -146,10 +146,9 @@ KINDS: Mapping[str, Callable[[random.Random], str]] = {
 }
 
 
-def model_outputs(seed: int, n: int) -> list[Output]:
+def model_outputs(seed: int, n: int) -> Iterator[Output]:
     """``n`` outputs, the kinds in turn."""
     draw = random.Random(seed)
-    outputs = []
     for i in range(n):
         kind = list(KINDS)[i % len(KINDS)]
         text = KINDS[kind](draw)
@@ -162,5 +161,4 @@ def model_outputs(seed: int, n: int) -> list[Output]:
             raw=draw.random() < 0.05,
             tolerant_tool_calls=draw.random() < 0.2,
         )
-        outputs.append(Output(kind, text, options))
-    return outputs
+        yield Output(kind, text, options)
