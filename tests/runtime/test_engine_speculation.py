@@ -160,18 +160,20 @@ def test_e5_greedy_answers_are_those_without_drafts_and_most_drafts_are_right(
 @DENSE
 def test_e2_penalties_and_cuts_have_their_effect_with_drafts(engine_of: OpenEngine, fresh_seed: int) -> None:
     engine = engine_of(MAX_DRAFTS)
-    prompts = [random_ids(engine.model, fresh_seed + i, 30).tolist() for i in range(5)]
+    prompts = [random_ids(engine.model, fresh_seed + i, 30).tolist() for i in range(8)]
 
-    def said(sampling: SamplingParams, prompt: list[int] = prompts[0]) -> list[int]:
-        return list(answer(engine.generate(Request(prompt, sampling, 16))).tokens)
+    def said(sampling: SamplingParams) -> list[int]:
+        return list(answer(engine.generate(Request(prompts[0], sampling, 16))).tokens)
 
     def n_different(penalty: float) -> int:
         sampling = replace(GREEDY, presence_penalty=penalty, frequency_penalty=penalty)
-        return sum(len(set(said(sampling, prompt))) for prompt in prompts)
+        found = answers(engine, [Request(prompt, sampling, 48) for prompt in prompts])
+        return sum(len(set(one.tokens)) for one in found)
 
+    # Three quarters as many, with a deviation of 0.03 from seed to seed.
     assert n_different(-2.0) < n_different(2.0)
     wild = SamplingParams(temperature=2.0, top_p=1.0, top_k=0, seed=fresh_seed)
-    assert any(said(replace(wild, seed=fresh_seed + i)) != said(GREEDY) for i in range(4))
+    assert any(said(replace(wild, seed=fresh_seed + i)) != said(GREEDY) for i in range(40))
     for cut in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 0.0}):
         assert said(replace(wild, **cut)) == said(GREEDY)
     assert 7 not in said(replace(wild, logit_bias=((7, -100.0),)))

@@ -110,12 +110,13 @@ def test_float32_logits_and_greedy_tokens_equal_transformers(case: Case, fresh_s
         error, spread = float(np.abs(found - logits.numpy()).max()), float(logits.max() - logits.min())
         print(f"{case.artifact.name}: max difference {error:.2e}, range {spread:.1f}, share {error / spread:.1e}")
         assert error <= BOUND * spread
-        tokens = [int(logits[-1, :n_ids].argmax())]
-        while len(tokens) < N_GREEDY:
-            row, cache = reference.forward(tokens[-1:], cache)
-            tokens.append(int(row[-1, :n_ids].argmax()))
         request = Request(ids, SamplingParams.greedy(), max_new=N_GREEDY, ignore_eos=True)
-        assert [event.token_id for event in engine.generate(request)] == tokens
+        tokens = [event.token_id for event in engine.generate(request)]
+        assert len(tokens) == N_GREEDY
+        for token in tokens:
+            # Of two tokens that are this close together, either may be the most likely one.
+            assert logits[-1, token] >= logits[-1, :n_ids].max() - 2 * BOUND * spread
+            logits, cache = reference.forward([token], cache)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -127,12 +128,15 @@ def test_bfloat16_stays_as_close_as_transformers_in_bfloat16(
     checkpoint, artifact = checkpoint_of(kind), tmp_path / "model.ninfer"
     convert(checkpoint, artifact, "bf16")
     with Engine.open(artifact, EngineConfig(dtype="bfloat16", max_context=128, prefill_chunk=128)) as engine:
-        ids = np.random.default_rng(fresh_seed).integers(0, engine.model.spec.n_addressable, N_PROMPT).tolist()
-        found = engine.teacher_forced_logits(ids)
+        rng, n_ids = np.random.default_rng(fresh_seed), engine.model.spec.n_addressable
+        prompts = [rng.integers(0, n_ids, N_PROMPT).tolist() for _ in range(4)]
+        found = np.stack([engine.teacher_forced_logits(ids) for ids in prompts])
     exact, rounded = (
-        oracle_logits.Reference(checkpoint, dtype).forward(ids)[0].numpy() for dtype in (torch.float32, torch.bfloat16)
+        np.stack([reference.forward(ids)[0].numpy() for ids in prompts])
+        for reference in (oracle_logits.Reference(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
     )
     ours, theirs = float(np.abs(found - exact).mean()), float(np.abs(rounded - exact).mean())
     print(f"mean difference from float32: {ours:.4f}, transformers in bfloat16 {theirs:.4f}")
-    # Routing swaps make the sparse means jump: 12 seeds gave ratios from 0.5 to 1.45, dense ones lie around 0.9.
+    # Routing swaps make the sparse means jump: single prompts of 12 seeds gave ratios from 0.5 to 1.45, dense ones lie
+    # around 0.9. Four prompts together jump half as far.
     assert ours <= {"dense": 1.5, "moe": 3.0}[kind] * theirs
