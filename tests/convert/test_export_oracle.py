@@ -28,6 +28,7 @@ from ninfer_format.model_config import published_config
 from ninfer_format.published import PUBLISHED
 from ninfer_runtime import Engine, EngineConfig
 from tests.convert.exported import artifact_of, export_to, with_payloads
+from tests.runtime.routing import clear_prompt
 
 BOUND = 2e-4
 """Largest difference of logits, as a share of their range."""
@@ -75,7 +76,8 @@ def test_transformers_on_the_export_gives_the_logits_of_the_artifact(
     artifact, _ = made(kind, recipe)
     export_to(artifact, tmp_path / "back", dtype=dtype, shard_bytes=4_000_000)
     with Engine.open(artifact, EngineConfig(max_context=128, prefill_chunk=128)) as engine:
-        ids = np.random.default_rng(fresh_seed).integers(0, engine.model.spec.n_addressable, N_PROMPT).tolist()
+        n_ids = engine.model.spec.n_addressable
+        ids = clear_prompt(fresh_seed, N_PROMPT, n_ids, engine.teacher_forced_logits)
         found = engine.teacher_forced_logits(ids)
     logits = oracle_logits.Reference(tmp_path / "back", torch.float32).forward(ids)[0].numpy()
     shares = np.abs(found - logits) / (logits.max() - logits.min())
@@ -113,7 +115,8 @@ def test_every_parameter_is_found_by_the_class_that_the_config_names(
     model = loaded(tmp_path / "back")
     assert type(model).__name__.endswith("ForCausalLM" if variant == "text only" else "ForConditionalGeneration")
     with Engine.open(artifact, EngineConfig(max_context=128, prefill_chunk=128)) as engine:
-        ids = np.random.default_rng(fresh_seed).integers(0, engine.model.spec.n_addressable, N_PROMPT).tolist()
+        n_ids = engine.model.spec.n_addressable
+        ids = clear_prompt(fresh_seed, N_PROMPT, n_ids, engine.teacher_forced_logits)
         found = engine.teacher_forced_logits(ids)
     logits = model(torch.tensor([ids])).logits[0].numpy()
     assert np.abs(found - logits).max() <= BOUND * (logits.max() - logits.min())

@@ -25,6 +25,7 @@ from ninfer_convert.plan import ConversionPlan
 from ninfer_format import Artifact
 from ninfer_runtime import Engine, EngineConfig, Request, SamplingParams
 from tests.runtime.artifacts import convert
+from tests.runtime.routing import clear_prompt
 
 CheckpointOf = Callable[[str], Path]
 
@@ -103,15 +104,19 @@ def test_float32_logits_and_greedy_tokens_equal_transformers(case: Case, fresh_s
     reference = oracle(case)
     with Engine.open(case.artifact, EngineConfig(max_context=128, prefill_chunk=128)) as engine:
         n_ids = engine.model.spec.n_addressable
-        ids = np.random.default_rng(fresh_seed).integers(0, n_ids, N_PROMPT).tolist()
+
+        def answer(ids: list[int]) -> list[int]:
+            request = Request(ids, SamplingParams.greedy(), max_new=N_GREEDY, ignore_eos=True)
+            return [event.token_id for event in engine.generate(request)]
+
+        ids = clear_prompt(fresh_seed, N_PROMPT, n_ids, answer)
         logits, cache = reference.forward(ids)
         found = engine.teacher_forced_logits(ids)
         assert found.shape == tuple(logits.shape)
         error, spread = float(np.abs(found - logits.numpy()).max()), float(logits.max() - logits.min())
         print(f"{case.artifact.name}: max difference {error:.2e}, range {spread:.1f}, share {error / spread:.1e}")
         assert error <= BOUND * spread
-        request = Request(ids, SamplingParams.greedy(), max_new=N_GREEDY, ignore_eos=True)
-        tokens = [event.token_id for event in engine.generate(request)]
+        tokens = answer(ids)
         assert len(tokens) == N_GREEDY
         for token in tokens:
             # Of two tokens that are this close together, either may be the most likely one.

@@ -25,6 +25,7 @@ from tests.runtime.programs import (
     same,
     state_of,
 )
+from tests.runtime.routing import clear_prompt
 
 N_TOKENS = 150
 
@@ -53,8 +54,9 @@ def test_results_do_not_depend_on_what_stays_resident(model: BoundModel, fresh_s
 def test_matrix_of_many_blocks_is_decoded_ahead_and_in_order(
     model: BoundModel, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
 ) -> None:
-    ids, backend = random_ids(model, fresh_seed, 20), ReferenceBackend()
-    whole = prefill(program_of(model), ids)
+    program, backend = program_of(model), ReferenceBackend()
+    ids = int32(*clear_prompt(fresh_seed, 20, model.spec.n_addressable, lambda ids: prefill(program, int32(*ids))))
+    whole = prefill(program, ids)
     monkeypatch.setattr(weights, "BLOCK_BYTES", 100 * 4 * model.spec.text.hidden)
     results = []
     for budget in (0, 300_000, 1 << 30):

@@ -114,17 +114,19 @@ def test_the_three_launches_follow_the_router(n_columns: int, fresh_seed: int) -
     shape = Shape(hidden=192, width=136, n_experts=13, top_k=4)
     with EmulatedDevice(n_sms=4) as device:
         rig = MoeRig(device, shape, n_columns, fresh_seed)
-        pointer, x = rig.columns(n_columns)
         scale, factor = rig.rms(n_columns)
-        x = x * factor
+        while True:  # one column in a thousand has two experts that rounding may exchange
+            pointer, x = rig.columns(n_columns)
+            x = x * factor
+            logits = x @ rig.router.T
+            ranked = -np.sort(-logits[:, :-1], axis=1)
+            clear = np.all(ranked[:, :4] - ranked[:, 1:5] > 1e-4, axis=1)
+            if clear.any():
+                break
         residual, before = rig.residual(n_columns)
         rig.op.launch(rig.stream, n_columns, pointer, scale, residual)
         ids, shares, own = rig.routing(n_columns)
-        logits = x @ rig.router.T
         expected_ids, expected_shares = expected_routing(logits, shape.top_k)
-        ranked = -np.sort(-logits[:, :-1], axis=1)
-        clear = np.all(ranked[:, :4] - ranked[:, 1:5] > 1e-4, axis=1)
-        assert clear.any()
         assert np.array_equal(ids[clear], expected_ids[clear])
         assert np.allclose(shares[clear], expected_shares[clear], rtol=1e-4)
         assert np.allclose(own, 1 / (1 + np.exp(-logits[:, -1])), rtol=1e-4)
