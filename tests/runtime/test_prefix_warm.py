@@ -106,7 +106,9 @@ def test_any_history_of_prompts_is_answered_as_if_it_were_the_first(
     path = artifact_of(kind, "bf16")
     reasons: Counter[MissReason] = Counter()
     with Engine.open(path, plain) as cold, Engine.open(path, keeping) as warm:
-        asked = histories(np.random.default_rng(fresh_seed), n)
+        asked = list(histories(np.random.default_rng(fresh_seed), n))
+        prompt, anchors = asked[-1]
+        asked.append(([*prompt, 1], anchors))  # whatever was drawn, the last one goes on from what was just kept
         for i, (prompt, anchors) in enumerate(asked):
             request = Request(prompt, KINDS[i % 3], 3, anchors=anchors, n_top_logprobs=1)
             handles = warm.generate(request), cold.generate(request)
