@@ -177,22 +177,21 @@ def _results(run: Running, case: OffloadCase, seed: int, accepted: float, reside
 
 def _n_moving(residency: Residency, on_cpu: tuple[int, ...]) -> int:
     """Networks that a pass copies when it leaves those ``on_cpu`` out."""
-    from ninfer_runtime.backends.cuda.residency import following_users
+    from ninfer_runtime.backends.cuda.residency import moving_layers
 
     streamed = residency.streamed or ()
     skipped = {k for k, layer in enumerate(streamed) if layer in on_cpu}
-    following = following_users(len(streamed), max(1, residency.n_slots), skipped)
-    return sum(following[k] != k and k not in skipped for k in range(len(streamed)))
+    return len(moving_layers(len(streamed), residency.n_slots, skipped))
 
 
 def _cpu_seconds(residency: Residency) -> dict[str, float]:
     """Of the networks that the CPU computes in a round, as it took for one before: plain, with drafts."""
-    if residency.cpu_seconds is None:
+    from ninfer_runtime.backends.cuda.planning import cpu_of
+
+    if (seconds := cpu_of(residency)) is None:
         return {}
-    of_one, of_eight = residency.cpu_seconds
-    per_column = (of_eight - of_one) / 7
     n = len(residency.on_cpu)
-    return {"plain": n * of_one, DRAFTING: n * (of_one + N_DRAFTS * per_column)}
+    return {"plain": n * seconds.at(1), DRAFTING: n * seconds.at(1 + N_DRAFTS)}
 
 
 def _forecast(run: Running) -> dict[str, float]:

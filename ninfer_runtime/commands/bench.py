@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ninfer_runtime.commands.flags import Nvfp4ActivationsName, PrefillActivationsName, PrefillChunk
+from ninfer_runtime.commands.flags import FfnCpuLayers, Nvfp4ActivationsName, PrefillActivationsName, PrefillChunk
 from ninfer_runtime.commands.parsing import ffn_cpu as read_cpu
 from ninfer_runtime.commands.parsing import ffn_layers, link_rate, memory_size, positive, unsigned
 from ninfer_runtime.config import Dtype, KvDtype
@@ -203,10 +203,7 @@ def offload(
         list[str] | None,
         typer.Option("--n-ffn-layers", metavar="N|auto", help="Layers that stay; repeatable.  [auto and 41]"),
     ] = None,
-    ffn_cpu: Annotated[
-        str | None,
-        typer.Option("--ffn-cpu", metavar="N|auto", help="Of the other layers, those that the CPU computes.  [0]"),
-    ] = None,
+    ffn_cpu: FfnCpuLayers = None,
     memory_limit: Annotated[
         int, typer.Option("--memory-limit", parser=memory_size, metavar="SIZE", help="Of the card that is meant.")
     ] = 16 << 30,

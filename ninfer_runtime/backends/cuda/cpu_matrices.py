@@ -44,7 +44,7 @@ class FourBitPlanes:
         self._scales = [torch.zeros(n_groups, n_rows, 2, dtype=torch.bfloat16) for _ in self._planes]
         self._n_filled = 0
         self._packed: list[Tensor] = []
-        self.n_bytes = len(self._planes) * (n_rows * self._k // 2 + 4 * n_groups * n_rows)
+        self.n_bytes = _bytes(fmt, n_rows, k)
 
     def fill(self, codes: NDArray[np.int8], scale_words: NDArray[np.uint16]) -> None:
         """The next rows: codes [n, k], scales as binary16 words [n, groups]."""
@@ -82,7 +82,7 @@ class Bfloat16Matrix:
         """Room for [n_rows, k]; ``fill`` brings the rows."""
         self._rows = torch.zeros(n_rows, up(k, ROW_SPLIT_COLUMNS), dtype=torch.bfloat16)
         self._n_filled = 0
-        self.n_bytes = 2 * self._rows.numel()
+        self.n_bytes = self._rows.nbytes
 
     def fill(self, values: NDArray[np.float32]) -> None:
         """The next rows."""
@@ -106,7 +106,15 @@ def has_four_bits(fmt: NumericFormat, n_rows: int) -> bool:
 def cpu_matrix_bytes(entry: TensorEntry) -> int:
     """What ``read_matrix`` of it takes."""
     n_rows, k = entry.shape
-    return _empty(NUMERIC_FORMATS[entry.format], n_rows, k).n_bytes
+    return _bytes(NUMERIC_FORMATS[entry.format], n_rows, k)
+
+
+def _bytes(fmt: NumericFormat, n_rows: int, k: int) -> int:
+    """Planes of four bits with a scale and an offset per group, or bfloat16."""
+    k = up(k, ROW_SPLIT_COLUMNS)
+    if not has_four_bits(fmt, n_rows):
+        return 2 * n_rows * k
+    return (1 if fmt.bits == _NIBBLE_BITS else 2) * n_rows * (k // 2 + 4 * (k // fmt.group))
 
 
 def _empty(fmt: NumericFormat, n_rows: int, k: int) -> FourBitPlanes | Bfloat16Matrix:

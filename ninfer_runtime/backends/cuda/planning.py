@@ -103,9 +103,7 @@ def plan_streamed(
     chosen = replace(residency, rates=(rates.read, rates.link), cpu_seconds=seconds)
     cost = round_bytes(model, regions, limits, limits.max_drafts)
     choice = choose(
-        replace(
-            cost, n_columns=limits.max_rows * cost.n_columns
-        ),  # the CPU's time grows with them: that of full rounds
+        replace(cost, n_columns=limits.max_rows * cost.n_columns),  # what the CPU takes: of full rounds
         rates.limited(residency),
         residency,
         lambda streamed, n_slots: with_streamed(streamed, n_slots).reserved_bytes <= free,

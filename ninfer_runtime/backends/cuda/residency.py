@@ -112,6 +112,12 @@ def following_users(n_streamed: int, n_slots: int, skipped: Collection[int] = ()
     return tuple(following)
 
 
+def moving_layers(n_streamed: int, n_slots: int, skipped: Collection[int] = ()) -> tuple[int, ...]:
+    """Numbers of the streamed layers that a pass copies: not ``skipped``, and not alone in their slot."""
+    following = following_users(n_streamed, n_slots, skipped)
+    return tuple(k for k in range(n_streamed) if following[k] != k and k not in skipped)
+
+
 def round_time(
     cost: RoundBytes, streamed: Sequence[int], n_slots: int, rates: Rates, on_cpu: Collection[int] = ()
 ) -> RoundTime:
@@ -123,8 +129,8 @@ def round_time(
 
     tail = products(cost.tail, cost.tail_launches)
     skipped = {k for k, layer in enumerate(streamed) if layer in on_cpu}
-    following = dict(enumerate(following_users(len(streamed), n_slots, skipped) if streamed else ()))
-    moving = {layer: k for k, layer in enumerate(streamed) if following[k] != k and k not in skipped}
+    following = following_users(len(streamed), n_slots, skipped)
+    moving = {streamed[k]: k for k in moving_layers(len(streamed), n_slots, skipped)}
     assert rates.cpu is not None or not skipped
     by_cpu = rates.cpu.at(cost.n_columns) if rates.cpu is not None else 0.0
     copied: dict[tuple[int, int], float] = {}

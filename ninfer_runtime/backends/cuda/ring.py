@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer_runtime.backends.cuda.device import Device, Event, Stream
-from ninfer_runtime.backends.cuda.residency import following_users
+from ninfer_runtime.backends.cuda.residency import following_users, moving_layers
 
 GATE_UP, DOWN = 0, 1
 _ALIGNMENT = 256
@@ -63,8 +63,7 @@ class RingLayout:
     @property
     def moving(self) -> tuple[int, ...]:
         """Numbers of the layers that share their slot, and are copied in every round."""
-        following = following_users(len(self.layers), self.n_slots, self.on_cpu)
-        return tuple(k for k in range(len(self.layers)) if following[k] != k and k not in self.on_cpu)
+        return moving_layers(len(self.layers), self.n_slots, self.on_cpu)
 
 
 class NetworkUse(Protocol):
