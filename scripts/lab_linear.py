@@ -2,7 +2,8 @@
 
     python -m scripts.lab_linear [--columns 1,4,8,16,32] [--kinds gate_up,down] [--set warps=8,stages=6 ...]
 
-Each ``--set`` is one more geometry to time (fields of LinearSmallTuning, applied to every row of the card's table).
+Each ``--set`` is one more geometry to time: fields of LinearSmallTuning, applied to every row of the card's table, or
+with ``large.`` or ``small.`` before the name to those of launches with many or few tile rows.
 Times are of a captured graph whose launches may begin early, per launch; shares are of the read rate measured in the
 same run. "layer" is the chain of five launches of a layer with linear attention.
 """
@@ -35,7 +36,9 @@ from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activ
 
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
 SAMPLES = 9
+MIN_LARGE_TILE_ROWS = 640
 WARM_UP_SECONDS = 0.1
+REST_SECONDS = 2.0  # before a layer is timed: an H200 that has been at its power limit for a while runs 8 % slower
 LEAST_CHAIN_BYTES = 0  # copies of a launch's weights, where not LAYERS: until they are so many bytes
 WORKSPACE_BYTES = 32 << 20  # enough for any geometry
 Q4, Q5, Q6, W8, BF16, NVFP4 = "Q4G64_F16S", "Q5G64_F16S", "Q6G64_F16S", "W8G32_F16S", "BF16", "NVFP4"
@@ -268,6 +271,7 @@ def measure(lab: Lab, kinds: Sequence[str], columns_list: Sequence[int], check: 
         n_bytes = sum(m.n_bytes for kind in LAYER for m in ops[kind][0].matrices)
         one, cells = 0.0, []
         for columns in columns_list:
+            time.sleep(REST_SECONDS)
             us = lab.time_us(chain(lab, layers, columns, 3)) * len(LAYER)
             one = one or us
             cells.append(f"{columns}: {us:.1f}us {100 * n_bytes / us / 1e3 / lab.read_gbps:.1f}% x{us / one:.3f}")
@@ -306,7 +310,9 @@ def main() -> None:
             changes: dict[str, int] = changes,
         ) -> LinearSmallTuning:
             found = linear_small_tuning(device, size, n_tile_rows, formats)
-            return dataclasses.replace(found, **changes)
+            mine = "large." if n_tile_rows >= MIN_LARGE_TILE_ROWS else "small."
+            wanted = {key.removeprefix(mine): value for key, value in changes.items()}
+            return dataclasses.replace(found, **{key: value for key, value in wanted.items() if "." not in key})
 
         setattr(linear_small, "linear_small_tuning", tuned)  # noqa: B010 - the lab's own geometry in the product's place
         print(text or "table", flush=True)

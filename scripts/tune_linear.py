@@ -27,9 +27,8 @@ from ninfer_runtime.backends.cuda.ops import linear_small
 from ninfer_runtime.backends.cuda.ops.linear_small import LinearSmall, Workspace, plan
 from ninfer_runtime.backends.cuda.ops.linear_small_tuning import FOLDER, LinearSmallTuning
 from scripts import lab_linear
-from scripts.lab_linear import KINDS, LAYER, WORKSPACE_BYTES, Lab, chain, clocks
+from scripts.lab_linear import KINDS, LAYER, MIN_LARGE_TILE_ROWS, WORKSPACE_BYTES, Lab, chain, clocks
 
-MIN_LARGE_TILE_ROWS = 640
 CLASSES = {MIN_LARGE_TILE_ROWS: ("gdn_in", "gate_up"), 0: ("out", "down")}
 WHOLE = 101_376
 LARGEST_ERROR = 1.0

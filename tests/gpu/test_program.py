@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,10 +87,11 @@ def test_request_alone_and_beside_seven_others_and_again_gives_the_same_tokens(
 
 
 def test_task_scores_equal_those_of_the_reference(dense: BoundModel) -> None:
-    scores = []
+    scores, environment = [], os.environ | {"PYTHONPATH": str(ROOT)}
     for backend in ("reference", "cuda"):
         command = [sys.executable, "scripts/score_tasks.py", str(dense.artifact.path), "--per-kind", "2", "--json"]
-        run = subprocess.run([*command, "--backend", backend], cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [*command, "--backend", backend]
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         scores.append(next(iter(json.loads(run.stdout)["scores"].values())))
     print(json.dumps(scores))

@@ -1,8 +1,8 @@
 """Instructions of a kernel's main loop, counted in its disassembly: what a warp issues per weight byte.
 
-The main loop is the innermost backward branch span with the most matrix instructions; in a kernel without any, the one
-that loads most from global memory, then the longest. Optional: needs nvdisasm (wheel ``nvidia-cuda-nvdisasm`` or a CUDA
-toolkit).
+The main loop is the innermost backward branch span with the most matrix instructions, the shortest of several; in a
+kernel without any, the one that loads most from global memory, then the longest. Optional: needs nvdisasm (wheel
+``nvidia-cuda-nvdisasm`` or a CUDA toolkit).
 """
 
 import importlib.util
@@ -123,8 +123,14 @@ def main_loop(image: bytes, kernel: str) -> Loop | None:
             return any(loop.n_matrix for loop in inner)
         return any(loop.global_bytes for loop in inner) if outer.global_bytes else bool(inner)
 
+    def rank(loop: Loop) -> tuple[int, int, int]:
+        # An outer loop that is entered behind its head has the products of the inner one and more of the rest.
+        if loop.n_matrix:
+            return loop.n_matrix, -loop.n_instructions, 0
+        return 0, loop.global_bytes, loop.n_instructions
+
     innermost = [loop for first, last, loop in loops if not holds_a_better_one(first, last, loop)]
-    return max(innermost, key=lambda loop: (loop.n_matrix, loop.global_bytes, loop.n_instructions), default=None)
+    return max(innermost, key=rank, default=None)
 
 
 def instructions_per_loop(image: bytes, kernel: str) -> int:

@@ -23,6 +23,7 @@
 constexpr int X_SLOT = SHARED_X ? TOKENS * 2 * largest_columns() : 0;
 constexpr int X_BYTES = STAGES * X_SLOT;
 static_assert(!SHARED_X || (PHASES == 1 && NT > 1), "shared activations");
+constexpr bool IN_TURNS = X_AHEAD && !SHARED_X && NT == 1;
 constexpr bool ANY_BIAS = (FORMATS & (1 << Q4 | 1 << Q5 | 1 << Q6)) != 0;
 constexpr bool WITH_SUMS = GROUP_SUMS && NT == 1 && ANY_BIAS;
 
@@ -89,9 +90,8 @@ struct Walk {
     TokenStream tokens;        // SHARED_X
     unsigned char* shared_x;   // its ring
     int x_slot;                // byte of the step's slot there
-    unsigned char* ring_end;   // of this warp's ring
-    unsigned char* slot;       // of the step
-    unsigned char* freed;      // of the step before: the next request's
+    unsigned char* ring;       // of this warp
+    int slot;                  // byte of the step's slot there; the one before takes the next request
     int token_bytes[NT];       // where this lane's token begins in x, and its 16 bytes of 32 columns
     const float* sums;         // WITH_SUMS: this lane's token, [groups][TOKENS]
 };
@@ -148,20 +148,21 @@ DEVICE void add_parts_of(Sums& sums, const float (&parts)[MT][NT][4]) {
 
 // One step: sums += (two mma per 32 columns) * scales. Requests the step STAGES - 1 ahead behind its own first reads.
 // x: where the step's activations are, or X_AHEAD: those behind `ahead`, which holds the step's (with several tiles of
-// tokens its first group's) and in the end those `following` bytes on. group_sums: the step's first group.
+// tokens its first group's); those `following` bytes on go to `next`. group_sums: the step's first group.
 constexpr int AHEAD_PIECES = !X_AHEAD ? 1 : NT == 1 ? 4 : 2;
 
 template <int F>
-DEVICE void multiply(const LinearSmallParams& p, Walk& walk, Rows& x, int following, Columns (&ahead)[AHEAD_PIECES], const float* group_sums,
-                     Sums& sums) {
+DEVICE void multiply(const LinearSmallParams& p, Walk& walk, Rows& x, int following, Columns (&ahead)[AHEAD_PIECES],
+                     Columns (&next)[AHEAD_PIECES], const float* group_sums, Sums& sums) {
     constexpr int GROUPS = Step<F>::GROUPS, GROUP_PIECES = Step<F>::COLUMNS / 32 / GROUPS;
     constexpr int TOGETHER = NT == 1 ? GROUPS : 1;  // groups that are multiplied in turns: chains of mma
     constexpr int TAKEN = TOGETHER * GROUP_PIECES;
     const int lane = static_cast<int>(lane_id());
-    const unsigned char* slot = walk.slot;
+    const unsigned char* slot = walk.ring + walk.slot;
     const auto request = [&]() {
         if (SHARED_X) walk.tokens.request(p, walk.shared_x);
-        walk.stream.request(walk.freed + lane * 16);
+        const int freed = (walk.slot == 0 ? STAGES * STAGE_BYTES : walk.slot) - STAGE_BYTES;
+        walk.stream.request(walk.ring + freed + lane * 16);
     };
     const unsigned char* shared_row = walk.shared_x + walk.x_slot + (lane >> 2) * Step<F>::COLUMNS * 2 + (lane & 3) * 16;
     const int odd = F == BF16 ? 0 : (lane >> 2 & 1) * 64;
@@ -178,7 +179,7 @@ DEVICE void multiply(const LinearSmallParams& p, Walk& walk, Rows& x, int follow
                         shared_row + n * 8 * Step<F>::COLUMNS * 2 + (group + i / 2) * 128 + (i % 2 * 64 ^ odd));
             } else if (X_AHEAD) {
                 taken[i] = ahead[i % AHEAD_PIECES];
-                ahead[i % AHEAD_PIECES].load(x, (is_last ? 0 : (group + TOGETHER) * 64) + 32 * i);
+                (is_last ? next : ahead)[i % AHEAD_PIECES].load(x, (is_last ? 0 : (group + TOGETHER) * 64) + 32 * i);
             } else {
                 taken[i].load(x, group * 64 + 32 * i);
             }
@@ -335,7 +336,7 @@ DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end
     for (int n = 0; n < (SHARED_X ? 0 : NT); ++n)
         x.at[n] = reinterpret_cast<const uint8_t*>(p.x) + static_cast<uint32_t>(walk.token_bytes[n] + column * 2);
     const float* group_sums = walk.sums + column / 64 * TOKENS;
-    Columns ahead[AHEAD_PIECES];
+    Columns ahead[AHEAD_PIECES], next[AHEAD_PIECES];
     if (X_AHEAD && !SHARED_X) {
 #pragma unroll
         for (int i = 0; i < FIRST; ++i) ahead[i].load(x, 32 * i);
@@ -346,24 +347,37 @@ DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end
         int n = minimum(steps, walk.stream.left);
         steps -= n;
         walk.stream.left -= n;
-#pragma unroll 1
-        do {
+        const auto step = [&](Columns(&now)[AHEAD_PIECES], Columns(&then)[AHEAD_PIECES]) {
             --n;
             cp_async_wait<STAGES - 2>();
             if (SHARED_X)
                 __syncthreads();
             else
                 warp_sync();
-            multiply<F>(p, walk, x, !X_AHEAD || n + steps > 0 ? FOLLOWING : 0, ahead, group_sums, sums);
-            walk.freed = walk.slot;
-            walk.slot += STAGE_BYTES;
-            if (walk.slot == walk.ring_end) walk.slot -= STAGES * STAGE_BYTES;
+            multiply<F>(p, walk, x, !X_AHEAD || n + steps > 0 ? FOLLOWING : 0, now, then, group_sums, sums);
+            walk.slot = walk.slot == (STAGES - 1) * STAGE_BYTES ? 0 : walk.slot + STAGE_BYTES;
             if (SHARED_X) {
                 walk.x_slot = walk.x_slot == (STAGES - 1) * X_SLOT ? 0 : walk.x_slot + X_SLOT;
                 if (--walk.tokens.left == 0) walk.tokens.open(p, begin, end);
             }
             group_sums += PHASES * COLUMNS / 64 * TOKENS;
-        } while (n > 0);
+        };
+        if constexpr (IN_TURNS) {  // two sets of registers instead of copies from one to the other
+#pragma unroll 1
+            do {
+                step(ahead, next);
+                if (n == 0) {
+#pragma unroll
+                    for (int i = 0; i < AHEAD_PIECES; ++i) ahead[i] = next[i];
+                    break;
+                }
+                step(next, ahead);
+            } while (n > 0);
+        } else {
+#pragma unroll 1
+            do step(ahead, ahead);
+            while (n > 0);
+        }
         if (walk.stream.left == 0) walk.stream.open(p, begin, end);
     }
 }
@@ -394,14 +408,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int begin = shfl(lane_begin, 0), end = shfl(lane_begin, 1);
 
     Walk walk;
-    walk.slot = in_register(shared + warp_index() * (STAGES * STAGE_BYTES));
-    walk.freed = walk.slot + (STAGES - 1) * STAGE_BYTES;
-    walk.ring_end = walk.slot + STAGES * STAGE_BYTES;
+    walk.ring = in_register(shared + warp_index() * (STAGES * STAGE_BYTES));
+    walk.slot = 0;
     walk.stream.unit = begin;
     walk.stream.open(p, begin, end);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
-        walk.stream.request(walk.slot + lane * 16 + i * STAGE_BYTES);
+        walk.stream.request(walk.ring + lane * 16 + i * STAGE_BYTES);
         if (--walk.stream.left == 0) walk.stream.open(p, begin, end);
     }
     walk.shared_x = in_register(shared + RING_BYTES);
