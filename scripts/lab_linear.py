@@ -35,6 +35,7 @@ from ninfer_runtime.backends.cuda.ops.linear_small_tuning import LinearSmallTuni
 from ninfer_runtime.backends.cuda.packing import PackedMatrix, TileFormat, activation_stride, unpack_matrix
 
 HIDDEN, MLP, INNER, LAYERS, MAX_COLUMNS = 5120, 17408, 6144, 12, 48
+MOE_HIDDEN, MOE_INNER = 2048, 4096
 SAMPLES = 9
 MIN_LARGE_TILE_ROWS = 640
 WARM_UP_SECONDS = 0.1
@@ -57,6 +58,9 @@ KINDS: dict[str, tuple[Epilogue, tuple[tuple[str, int, int], ...]]] = {
     "nvfp4_out": ("residual", ((NVFP4, HIDDEN, INNER),)),
     "nvfp4_gate_up": ("swiglu", ((NVFP4, 2 * MLP, HIDDEN),)),
     "nvfp4_down": ("residual", ((NVFP4, HIDDEN, MLP),)),
+    "moe_gdn_in": ("store", ((W8, 12288, MOE_HIDDEN), (BF16, 32, MOE_HIDDEN), (BF16, 32, MOE_HIDDEN))),
+    "moe_attention_in": ("store", ((W8, 9216, MOE_HIDDEN),)),
+    "moe_out": ("residual", ((W8, MOE_HIDDEN, MOE_INNER),)),
     # Next to no bytes: what a launch costs.
     "small_store": ("store", ((Q4, 16896, 256),)),
     "small_residual": ("residual", ((Q5, HIDDEN, 1024),)),
@@ -118,7 +122,7 @@ class Lab:
             ]
             self.weights[kind] = make
         self.activations: dict[int, npt.NDArray[np.float32]] = {}
-        pointers = {k: self._activations(k) for k in (256, 1024, HIDDEN, INNER, MLP)}
+        pointers = {k: self._activations(k) for k in (256, 1024, MOE_HIDDEN, MOE_INNER, HIDDEN, INNER, MLP)}
         zeros = np.zeros(MAX_COLUMNS * activation_stride(MLP), np.float32)
         ss = np.full((320, MAX_COLUMNS), HIDDEN / 320, np.float32)
         self.buffers = Buffers(

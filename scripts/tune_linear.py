@@ -30,6 +30,8 @@ from scripts import lab_linear
 from scripts.lab_linear import KINDS, LAYER, MIN_LARGE_TILE_ROWS, WORKSPACE_BYTES, Lab, chain, clocks
 
 CLASSES = {MIN_LARGE_TILE_ROWS: ("gdn_in", "gate_up"), 0: ("out", "down")}
+# Where a class begins in a table that has rows for the launches of smaller models, too.
+BEGINS = {4: {MIN_LARGE_TILE_ROWS: 800, 0: 200}, 8: {MIN_LARGE_TILE_ROWS: 800, 0: 200}}
 WHOLE = 101_376
 LARGEST_ERROR = 1.0
 FINALISTS = 4
@@ -112,12 +114,22 @@ SHAPES: dict[int, dict[int, list[Geometry]]] = {
 }
 
 
-def candidates(size: int, min_tile_rows: int) -> list[LinearSmallTuning]:
+def begins(size: int) -> dict[int, int]:
+    """Class → the fewest tile rows of its launches."""
+    return BEGINS.get(size, {rows: rows for rows in CLASSES})
+
+
+def candidates(size: int, which: int) -> list[LinearSmallTuning]:
     """What is worth trying for launches of a class and size."""
     return [
-        LinearSmallTuning(columns=size, min_tile_rows=min_tile_rows, shared_bytes=WHOLE, **geometry)
-        for geometry in SHAPES[size][min_tile_rows]
+        LinearSmallTuning(columns=size, min_tile_rows=begins(size)[which], shared_bytes=WHOLE, **geometry)
+        for geometry in SHAPES[size][which]
     ]
+
+
+def in_order(row: dict[str, int]) -> tuple[int, int, int, int]:
+    """Where a row stands in the table, whose first that fits counts."""
+    return -row.get("only_nvfp4", 0), row["columns"], -row["min_tile_rows"], -row.get("one_format", 0)
 
 
 def describe(choice: LinearSmallTuning) -> str:
@@ -176,10 +188,10 @@ class Tuner:
             raise ValueError(f"error {error}")
         return self.lab.time_us(chain(self.lab, ops, TIMED_COLUMNS.get(choice.columns, choice.columns), 2))
 
-    def finalists(self, size: int, min_tile_rows: int, kinds: tuple[str, ...]) -> list[LinearSmallTuning]:
+    def finalists(self, size: int, which: int, kinds: tuple[str, ...]) -> list[LinearSmallTuning]:
         """The fastest candidates over ``kinds``; prints all of them."""
         found: list[tuple[float, int, LinearSmallTuning]] = []
-        for i, choice in enumerate(candidates(size, min_tile_rows)):
+        for i, choice in enumerate(candidates(size, which)):
             try:
                 times = {kind: self.time_kind(kind, choice) for kind in kinds}
             except (NinferError, ValueError) as error:
@@ -246,8 +258,14 @@ def main() -> int:
     if options.write:
         file = FOLDER / f"{lab.device.arch}-{lab.device.n_sms}.json"
         document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"linear_small": []}
-        others = [row for row in document["linear_small"] if row["columns"] not in sizes]
-        document["linear_small"] = [dataclasses.asdict(row) for row in chosen] + others
+        others = [
+            row
+            for row in document["linear_small"]
+            if row["columns"] not in sizes
+            or row["min_tile_rows"] not in begins(row["columns"]).values()
+            or row.get("only_nvfp4")
+        ]
+        document["linear_small"] = sorted([*map(dataclasses.asdict, chosen), *others], key=in_order)
         options.write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -100,9 +100,18 @@ def _fp6_places(pack: Callable[[Bytes], Bytes]) -> NDArray[np.int64]:
 
 
 def unpack_fp6(stored: Bytes, pack: Callable[[Bytes], Bytes]) -> Bytes:
-    """Codes [..., 256] from bytes [..., 192] that ``pack`` made."""
-    bits = np.unpackbits(stored, axis=-1, bitorder="little")[..., _fp6_places(pack)]
-    return np.asarray((bits << np.arange(6, dtype=np.uint8)).sum(-1), np.uint8)
+    """Codes [..., 256] from bytes [..., 192] that ``pack`` made; whole rows of bytes at a time, caches are large."""
+    columns = np.ascontiguousarray(stored.reshape(-1, stored.shape[-1]).T)
+    codes = np.zeros((HEAD_DIM, columns.shape[1]), np.uint8)
+    for code, places in zip(codes, _fp6_places(pack), strict=True):
+        masks: dict[tuple[int, int], int] = {}  # (byte, shift) → bits of the byte
+        for bit, place in enumerate(places.tolist()):
+            byte, at = divmod(place, 8)
+            masks[byte, at - bit] = masks.get((byte, at - bit), 0) | 1 << at
+        for (byte, shift), mask in masks.items():
+            piece = columns[byte] & np.uint8(mask)
+            code |= piece >> shift if shift >= 0 else piece << -shift
+    return np.ascontiguousarray(codes.T).reshape(*stored.shape[:-1], HEAD_DIM)
 
 
 PACKS = (fp6_key_bytes, fp6_value_bytes)
