@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from ninfer_runtime.backends.cuda.catalog import KernelRow, kernel_rows, planned_specs  # noqa: E402
 from ninfer_runtime.backends.cuda.compiler import Compiler  # noqa: E402
+from ninfer_runtime.backends.cuda.ops.linear_small import step_bytes  # noqa: E402
 from ninfer_runtime.backends.cuda.packing import TILE_FORMATS  # noqa: E402
 from ninfer_runtime.backends.cuda.planned import planned_model  # noqa: E402
 from ninfer_runtime.backends.cuda.sass import Loop, main_loop  # noqa: E402
@@ -85,9 +86,7 @@ def per_weight_byte(loops: Mapping[str, Loop], tiles: int = 1) -> dict[str, floa
         tile = next((one for one in TILE_FORMATS.values() if constants["FORMATS"] == 1 << one.code), None)
         if tile is None or constants["NT"] != tiles or not loop.n_matrix:
             continue
-        # One block of weights is step / 16 products for every eight columns.
-        blocks = loop.n_matrix / (tile.step // 16 * tiles)
-        each = loop.n_instructions / (blocks * tile.block_bytes)
+        each = loop.n_instructions / (loop.n_copy_groups * constants["MT"] * step_bytes(tile))
         found[tile.name] = min(each, found.get(tile.name, each))
     return found
 

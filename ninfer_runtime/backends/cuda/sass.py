@@ -30,11 +30,13 @@ _WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One backward branch span: its instructions, matrix instructions, and bytes a lane loads from global memory."""
+    """One backward branch span: its instructions, matrix instructions, bytes a lane loads from global memory, and groups
+    of asynchronous copies, of which a kernel with a ring makes one per step."""
 
     n_instructions: int
     n_matrix: int
     global_bytes: int
+    n_copy_groups: int
 
     def per_byte(self, weight_bytes: int) -> float:
         """Warp instructions per weight byte, when one pass of one warp uses ``weight_bytes`` of weights."""
@@ -109,8 +111,9 @@ def _loops(code: list[_Instruction]) -> Iterator[tuple[int, int, Loop]]:
     for branch in code:
         if branch.target is not None and branch.target < branch.address:
             body = [one for one in code if branch.target <= one.address <= branch.address and one.operation != "NOP"]
-            matrix = sum(one.is_matrix for one in body)
-            yield branch.target, branch.address, Loop(len(body), matrix, sum(one.global_bytes for one in body))
+            matrix, copied = sum(one.is_matrix for one in body), sum(one.operation == "LDGDEPBAR" for one in body)
+            loaded = sum(one.global_bytes for one in body)
+            yield branch.target, branch.address, Loop(len(body), matrix, loaded, copied)
 
 
 def main_loop(image: bytes, kernel: str) -> Loop | None:

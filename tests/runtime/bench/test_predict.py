@@ -87,9 +87,9 @@ def test_resource_table_has_one_line_per_kernel_with_ranges() -> None:
 
 
 def test_instructions_are_held_against_the_bytes_of_a_pass() -> None:
-    loop = Loop(n_instructions=272, n_matrix=8, global_bytes=48)
-    loops = {"linear_small[FORMATS=1,EPILOGUE=1,NT=1,MT=1]x256": loop, "linear_small[FORMATS=3,NT=1]x256": loop}
-    assert kernel_tables.per_weight_byte(loops) == {"Q4G64_F16S": 272 / 1088}
+    loop = Loop(n_instructions=272, n_matrix=48, global_bytes=48, n_copy_groups=2)
+    loops = {"linear_small[FORMATS=1,EPILOGUE=1,NT=1,MT=2]x256": loop, "linear_small[FORMATS=3,NT=1]x256": loop}
+    assert kernel_tables.per_weight_byte(loops) == {"Q4G64_F16S": 272 / (2 * 2 * 1088)}
     assert kernel_tables.per_weight_byte(loops, tiles=2) == {}
 
 

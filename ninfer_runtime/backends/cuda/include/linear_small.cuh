@@ -443,18 +443,30 @@ DEVICE void store_value(const LinearSmallParams& p, int matrix, int token, int r
     }
 }
 
-// Writes the finished rows; scratch: of add_parts().
-DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* scratch, const Sums& sums) {
+// What the sums of this lane's tokens of a tile are multiplied by; scratch: of add_parts().
+struct Scales {
+    float of[LANE_TOKENS];
+
+    DEVICE Scales(const LinearSmallParams& p, const float* scratch, int n) {
+#pragma unroll
+        for (int k = 0; k < LANE_TOKENS; ++k) of[k] = p.ss != nullptr ? find_rstd(p, scratch, lane_token(n, k)) : 1.0f;
+    }
+};
+
+// Writes the finished rows. first_scales: of the first tile of tokens.
+DEVICE void finish(const LinearSmallParams& p, const Segment& s, const float* scratch, const Scales& first_scales,
+                   const Sums& sums) {
     const int g = static_cast<int>(lane_id()) >> 2;
     const int n_out = p.n_out[s.matrix];
     const float factor = WITH_FACTOR ? p.factor[s.matrix] : 1.0f;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
+        const Scales scales = n == 0 ? first_scales : Scales(p, scratch, n);
 #pragma unroll
         for (int k = 0; k < LANE_TOKENS; ++k) {
             const int token = lane_token(n, k);
             if (token >= p.n_columns) continue;
-            const float scale = (p.ss != nullptr ? find_rstd(p, scratch, token) : 1.0f) * factor;
+            const float scale = scales.of[k] * factor;
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 if (m >= s.tiles) break;
@@ -480,12 +492,14 @@ DEVICE void end_segment(const LinearSmallParams& p, const Segment& s, int lane_b
         leave_sums(p, s, sums);
         return;
     }
-    if (EPILOGUE == RESIDUAL && NT > 1) in.load(p, s);  // above: registers
     const int others = count_others(p, lane_begin, unit + p.k_steps[s.matrix]);
-    add_sums_left(p, s, others, sums);
     if constexpr (EPILOGUE == RESIDUAL) {
+        if (NT > 1) in.load(p, s);  // above: registers
+        add_sums_left(p, s, others, sums);
         finish_residual(p, s, in, sums);
     } else {
-        finish(p, s, scratch, sums);
+        const Scales first_scales(p, scratch, 0);  // while the others' sums may be on their way
+        add_sums_left(p, s, others, sums);
+        finish(p, s, scratch, first_scales, sums);
     }
 }

@@ -323,21 +323,38 @@ DEVICE void multiply(const LinearSmallParams& p, Walk& walk, Rows& x, int follow
     }
 }
 
-// Sums of this warp's steps of a segment.
+// Where a segment's activations begin.
+DEVICE Rows rows_at(const LinearSmallParams& p, const Walk& walk, int column) {
+    Rows x = {};
+#pragma unroll
+    for (int n = 0; n < (SHARED_X ? 0 : NT); ++n)
+        x.at[n] = reinterpret_cast<const uint8_t*>(p.x) + static_cast<uint32_t>(walk.token_bytes[n] + column * 2);
+    return x;
+}
+
+// Requests the activations of the first step of the block's first segment.
+DEVICE void load_first(const LinearSmallParams& p, const Segment& s, const Walk& walk, Columns (&ahead)[AHEAD_PIECES]) {
+    if (s.steps == 0) return;
+    const int columns = step_columns(p.format[s.matrix]);
+    const Rows x = rows_at(p, walk, (s.step + s.first) * columns);
+#pragma unroll
+    for (int i = 0; i < AHEAD_PIECES; ++i)
+        if (32 * i < columns) ahead[i].load(x, 32 * i);
+}
+
+// Sums of this warp's steps of a segment. ahead: X_AHEAD: of the block's first segment, what load_first has requested.
 template <int F>
-DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end, Walk& walk, Sums& sums) {
+DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end, bool is_first, Walk& walk,
+                Columns (&ahead)[AHEAD_PIECES], Sums& sums) {
     constexpr int COLUMNS = Step<F>::COLUMNS;
     constexpr int FIRST = COLUMNS / 32 < AHEAD_PIECES ? COLUMNS / 32 : AHEAD_PIECES;
     constexpr int FOLLOWING = PHASES * COLUMNS * 2;
     if (s.steps == 0) return;
     const int column = (s.step + s.first) * COLUMNS;
-    Rows x = {};
-#pragma unroll
-    for (int n = 0; n < (SHARED_X ? 0 : NT); ++n)
-        x.at[n] = reinterpret_cast<const uint8_t*>(p.x) + static_cast<uint32_t>(walk.token_bytes[n] + column * 2);
+    Rows x = rows_at(p, walk, column);
     const float* group_sums = walk.sums + column / 64 * TOKENS;
-    Columns ahead[AHEAD_PIECES], next[AHEAD_PIECES];
-    if (X_AHEAD && !SHARED_X) {
+    Columns next[AHEAD_PIECES];
+    if (X_AHEAD && !SHARED_X && !is_first) {
 #pragma unroll
         for (int i = 0; i < FIRST; ++i) ahead[i].load(x, 32 * i);
     }
@@ -382,20 +399,21 @@ DEVICE void run(const LinearSmallParams& p, const Segment& s, int begin, int end
     }
 }
 
-DEVICE void run_any(const LinearSmallParams& p, const Segment& s, int begin, int end, Walk& walk, Sums& sums) {
+DEVICE void run_any(const LinearSmallParams& p, const Segment& s, int begin, int end, bool is_first, Walk& walk,
+                    Columns (&ahead)[AHEAD_PIECES], Sums& sums) {
     const int format = p.format[s.matrix];
     if constexpr (FORMATS >> Q4 & 1)
-        if (format == Q4) run<Q4>(p, s, begin, end, walk, sums);
+        if (format == Q4) run<Q4>(p, s, begin, end, is_first, walk, ahead, sums);
     if constexpr (FORMATS >> Q5 & 1)
-        if (format == Q5) run<Q5>(p, s, begin, end, walk, sums);
+        if (format == Q5) run<Q5>(p, s, begin, end, is_first, walk, ahead, sums);
     if constexpr (FORMATS >> Q6 & 1)
-        if (format == Q6) run<Q6>(p, s, begin, end, walk, sums);
+        if (format == Q6) run<Q6>(p, s, begin, end, is_first, walk, ahead, sums);
     if constexpr (FORMATS >> W8 & 1)
-        if (format == W8) run<W8>(p, s, begin, end, walk, sums);
+        if (format == W8) run<W8>(p, s, begin, end, is_first, walk, ahead, sums);
     if constexpr (FORMATS >> BF16 & 1)
-        if (format == BF16) run<BF16>(p, s, begin, end, walk, sums);
+        if (format == BF16) run<BF16>(p, s, begin, end, is_first, walk, ahead, sums);
     if constexpr (FORMATS >> NVFP4 & 1)
-        if (format == NVFP4) run<NVFP4>(p, s, begin, end, walk, sums);
+        if (format == NVFP4) run<NVFP4>(p, s, begin, end, is_first, walk, ahead, sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -421,11 +439,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float* const phase_words = reinterpret_cast<float*>(shared + RING_BYTES + X_BYTES);
     float* const group_sums = phase_words + PHASE_BUFFERS * PHASE_WORDS;
 
+    Segment s = segment_at(p, begin, begin, end);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int token = minimum(FEW ? g / 2 : n * 8 + g, p.n_columns - 1);
+        walk.token_bytes[n] = (token * p.x_stride + t * 8) * 2;
+    }
+
     if (RELEASE_EARLY) grid_dependency_launch();  // the next launch, too, asks for weights while this one waits
     grid_dependency_wait();
     if (!RELEASE_EARLY) grid_dependency_launch();
 
-    Segment s = segment_at(p, begin, begin, end);
+    Columns ahead[AHEAD_PIECES];
+    if (X_AHEAD && !SHARED_X) load_first(p, s, walk, ahead);  // come while the parts of sum x^2 do
     if (WITH_SUMS) sum_groups(p, s.step * step_columns(p.format[s.matrix]), end - begin, group_sums);
     if (EPILOGUE != RESIDUAL && p.ss != nullptr) add_parts(p, scratch);
     if (WITH_SUMS) __syncthreads();
@@ -443,11 +469,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         cp_async_wait<0>();  // the weights came while the kernel ahead ended
     }
     walk.sums = group_sums + (FEW ? t : 2 * t);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const int token = minimum(FEW ? g / 2 : n * 8 + g, p.n_columns - 1);
-        walk.token_bytes[n] = (token * p.x_stride + t * 8) * 2;
-    }
 
     Sums sums;
     clear(sums);
@@ -458,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         s = segment_at(p, unit, begin, end);
         ResidualInputs in;
         if (EPILOGUE == RESIDUAL && NT == 1 && s.step == 0 && phase_of_warp() == 0) in.load(p, s);
-        run_any(p, s, begin, end, walk, sums);
+        run_any(p, s, begin, end, unit == begin, walk, ahead, sums);
         if constexpr (PHASES > 1) {
             add_phases(phase_words + (second ? PHASE_WORDS : 0), sums);
             second = PHASE_BUFFERS == 2 && !second;
