@@ -30,8 +30,10 @@ _WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One backward branch span: its instructions, matrix instructions, bytes a lane loads from global memory, and groups
-    of asynchronous copies, of which a kernel with a ring makes one per step."""
+    """One backward branch span: its instructions, matrix instructions, bytes a lane loads from global memory.
+
+    ``n_copy_groups``: groups of asynchronous copies, of which a kernel with a ring makes one per step.
+    """
 
     n_instructions: int
     n_matrix: int
