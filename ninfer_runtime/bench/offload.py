@@ -16,7 +16,8 @@ from ninfer_format.reader import Artifact
 from ninfer_runtime.bench.decode import WARM_UP_ROUNDS, Shape, problem_of, time_rounds
 from ninfer_runtime.bench.drafts import N_DRAFTS, time_drafting
 from ninfer_runtime.bench.report import Result
-from ninfer_runtime.bench.running import BenchOptions, Running, running
+from ninfer_runtime.bench.running import BenchOptions, Running, no_room, running
+from ninfer_runtime.commands.report import say
 from ninfer_runtime.config import ON_DEVICE, Residency
 from ninfer_runtime.models.binder import bind
 from ninfer_runtime.models.qwen3_5 import MlpWeights
@@ -43,7 +44,7 @@ class CopiesNetworks(Protocol):
 @dataclass(frozen=True, slots=True)
 class OffloadCase:
     """``n_layers`` whose networks stay on the device, ``n_cpu`` of the others that the CPU computes; None: as many as
-    fit, as make rounds shortest."""
+    fit, as make rounds shortest. A case that is left out where it does not fit says so on stderr."""
 
     context: int
     rounds: int
@@ -51,6 +52,7 @@ class OffloadCase:
     memory_limit: int = MEMORY_LIMIT
     link_limit: float = LINK_LIMIT
     n_cpu: int | None = 0
+    left_out_without_room: bool = False
 
     @property
     def residency(self) -> Residency:
@@ -71,8 +73,9 @@ class OffloadCase:
 
 
 def offload_cases(context: int, rounds: int) -> tuple[OffloadCase, ...]:
-    """What fits the card, and the published number of layers, whose rounds are long."""
-    return OffloadCase(context, rounds), OffloadCase(context, max(8, rounds // 4), PUBLISHED_LAYERS)
+    """What fits the card, and the published number of layers if that fits, whose rounds are long."""
+    published = OffloadCase(context, max(8, rounds // 4), PUBLISHED_LAYERS, left_out_without_room=True)
+    return OffloadCase(context, rounds), published
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,11 @@ def offload(options: BenchOptions, cases: Sequence[OffloadCase], accepted: float
                 if not isinstance(run.program, CopiesNetworks):
                     return
                 resident[key] = _measure(run, case, options.seed, accepted)
-        with running(replace(options, residency=case.residency), case.shape.room) as run:
+        streaming = replace(options, residency=case.residency)
+        if case.left_out_without_room and (problem := no_room(streaming, case.shape.room)):
+            say(f"{case.n_layers} resident networks are left out: {problem}")
+            continue
+        with running(streaming, case.shape.room) as run:
             yield from _results(run, case, options.seed, accepted, resident[key])
 
 

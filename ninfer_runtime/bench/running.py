@@ -13,6 +13,7 @@ from ninfer_format.errors import UsageError
 from ninfer_format.reader import Artifact
 from ninfer_runtime.backends import backend
 from ninfer_runtime.backends.base import (
+    Backend,
     Int32s,
     MemoryPlan,
     PrefillChunk,
@@ -177,6 +178,37 @@ def has_draft_layer(path: Path) -> bool:
         return bind(artifact).mtp is not None
 
 
+def no_room(options: BenchOptions, room: Room) -> str | None:
+    """What the device lacks for a program with so much room; None when it lacks nothing."""
+    maker = backend(options.backend)
+    with Artifact.open(options.path) as artifact:
+        return _planned(maker, bind(artifact), options, room)[1]
+
+
+def _planned(maker: Backend, model: BoundModel, options: BenchOptions, room: Room) -> tuple[MemoryPlan, str | None]:
+    longest = model.spec.max_position
+    if longest is not None and room.context > longest:
+        raise UsageError(f"the benchmark needs {room.context} tokens, the model was made for {longest}; use less")
+    proposer: Proposer = "mtp" if options.max_drafts else "none"
+    wanted = ProgramOptions(
+        options.device,
+        options.dtype,
+        options.kv_dtype,
+        nvfp4_activations=options.nvfp4_activations,
+        prefill_activations=options.prefill_activations,
+        proposer=proposer,
+        residency=options.residency,
+    )
+    plan = maker.plan_memory(model, program_limits(options, room, model.spec.architecture), wanted)
+    missing = plan.device_bytes - maker.free_memory(wanted)
+    if missing <= 0:
+        return plan, None
+    return plan, (
+        f"the benchmark needs {plan.device_bytes / 2**20:,.0f} MiB on {options.device}, "
+        f"{missing / 2**20:,.0f} MiB more than are free; lower --context or --rows"
+    )
+
+
 @contextmanager
 def running(options: BenchOptions, room: Room) -> Iterator[Running]:
     """Open, bind and create; everything is given back at the end.
@@ -186,26 +218,9 @@ def running(options: BenchOptions, room: Room) -> Iterator[Running]:
     maker = backend(options.backend)
     with Artifact.open(options.path) as artifact:
         model = bind(artifact)
-        longest = model.spec.max_position
-        if longest is not None and room.context > longest:
-            raise UsageError(f"the benchmark needs {room.context} tokens, the model was made for {longest}; use less")
-        proposer: Proposer = "mtp" if options.max_drafts else "none"
-        wanted = ProgramOptions(
-            options.device,
-            options.dtype,
-            options.kv_dtype,
-            nvfp4_activations=options.nvfp4_activations,
-            prefill_activations=options.prefill_activations,
-            proposer=proposer,
-            residency=options.residency,
-        )
-        plan = maker.plan_memory(model, program_limits(options, room, model.spec.architecture), wanted)
-        missing = plan.device_bytes - maker.free_memory(wanted)
-        if missing > 0:
-            raise UsageError(
-                f"the benchmark needs {plan.device_bytes / 2**20:,.0f} MiB on {options.device}, "
-                f"{missing / 2**20:,.0f} MiB more than are free; lower --context or --rows"
-            )
+        plan, problem = _planned(maker, model, options, room)
+        if problem is not None:
+            raise UsageError(problem)
         started = time.perf_counter()
         program = maker.create(model, plan)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ninfer_format.errors import UsageError
 from ninfer_runtime.backends.base import Backend
 from ninfer_runtime.backends.cuda import residency
 from ninfer_runtime.backends.cuda.backend import CudaBackend
@@ -135,6 +136,18 @@ def test_networks_on_the_cpu_are_measured_apart(options: BenchOptions, monkeypat
         assert re.match(r"the first \d+ of \d+ tokens as of the resident program", result.check)
     # Four layers through one slot: in prompts, of two chunks, the one on the CPU passes too.
     assert prompt.details["copies_ms"] == pytest.approx(2 * 4 / 3 * plain.details["copies_ms"], rel=0.02)
+
+
+def test_layers_that_do_not_fit_are_left_out_only_where_the_case_says_so(
+    options: BenchOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drafts, "WARM_UP_ROUNDS", 2)
+    monkeypatch.setattr(offload, "WARM_UP_ROUNDS", 2)
+    case = offload.OffloadCase(70, 4, n_layers=2, memory_limit=1 << 20)
+    with pytest.raises(UsageError, match=r"MiB more than are free"):
+        list(offload.offload(replace(options, kv_dtype="bf16"), [case]))
+    assert list(offload.offload(replace(options, kv_dtype="bf16"), [replace(case, left_out_without_room=True)])) == []
+    assert "2 resident networks are left out: the benchmark needs" in capsys.readouterr().err
 
 
 def test_nothing_is_streamed_of_a_mixture_of_experts(options: BenchOptions, tmp_path: Path) -> None:
