@@ -1,8 +1,9 @@
 """Results of benchmarks: rows, records, table, plot. Specification: specs/benchmarks.md."""
 
+import itertools
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,35 +172,62 @@ def plot_roofline(record: Record, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    intensity = np.logspace(-1, 4, 200)
+    points = [_point(result) for result in record.results if _is_drawn(result)]
+    lowest, highest = min((p.intensity for p in points), default=1.0), max((p.intensity for p in points), default=1.0)
+    intensity = np.geomspace(min(lowest, 1.0) / 2, max(highest, 1e3) * 2, 200)
     limits = record.limits
     roof = np.minimum(intensity * limits.read_gbps / 1e3, limits.mma_tflops)
     axes.loglog(intensity, roof, color="black", label=f"{limits.read_gbps:,.0f} GB/s, {limits.mma_tflops:,.1f} TFLOP/s")
-    for kind, results in _by_kind(record.results).items():
-        points = [(r.details["flops"] / r.details["bytes"], r.details["flops"] / r.details["seconds"]) for r in results]
-        axes.plot([x for x, _ in points], [y / 1e12 for _, y in points], "o", label=kind)
-        for result, (x, y) in zip(results, points, strict=True):
-            axes.annotate(result.id.rpartition("/")[2], (x, y / 1e12), fontsize=7, xytext=(4, 2), **_OFFSET)
+    kinds = list(dict.fromkeys(point.kind for point in points))
+    identities = list(dict.fromkeys(point.identity for point in points))
+    for kind, marker in zip(kinds, itertools.cycle(_MARKERS), strict=False):
+        axes.plot([], [], marker, color="gray", label=kind)
+    for i, identity in enumerate(identities):
+        axes.plot([], [], "_", color=f"C{i}", markeredgewidth=5, label=identity)
+    for point in points:
+        marker = _MARKERS[kinds.index(point.kind) % len(_MARKERS)]
+        axes.plot(point.intensity, point.tflops, marker, color=f"C{identities.index(point.identity)}", alpha=0.8)
+    named: list[Any] = []  # places on the page: a name that would lie on another is left out
+    for point in points:
+        place = axes.transData.transform((point.intensity, point.tflops))
+        if all(np.abs(place - other).max() > _NAME_PIXELS for other in named):
+            named.append(place)
+            axes.annotate(point.name, (point.intensity, point.tflops), fontsize=7, xytext=(5, 3), **_OFFSET)
     axes.set_xlabel("operations per byte that must move")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"{record.device}, {record.date[:10]}")
     axes.grid(which="major", alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=120)
 
 
 _OFFSET: Mapping[str, Any] = {"textcoords": "offset points"}
+_NAME_PIXELS = 22
+_MARKERS = "os^DvP"
 
 
-def _by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
-    kinds: dict[str, list[Result]] = {}
-    for result in results:
-        if all(result.details.get(name, 0) > 0 for name in ("bytes", "flops", "seconds")):
-            kinds.setdefault(result.id.partition("/")[0], []).append(result)
-    return kinds
+@dataclass(frozen=True, slots=True)
+class _Point:
+    kind: str
+    identity: str
+    name: str
+    intensity: float
+    tflops: float
+
+
+def _is_drawn(result: Result) -> bool:
+    return all(result.details.get(name, 0) > 0 for name in ("bytes", "flops", "seconds"))
+
+
+def _point(result: Result) -> _Point:
+    """``kind/model/recipe/name…``; shorter ids are all name."""
+    kind, *rest = result.id.split("/")
+    identity, names = ("/".join(rest[:2]), rest[2:]) if len(rest) > 2 else ("", rest)
+    d = result.details
+    return _Point(kind, identity, " ".join(names), d["flops"] / d["bytes"], d["flops"] / d["seconds"] / 1e12)
 
 
 def _rounded(value: float) -> float:

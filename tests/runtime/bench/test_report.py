@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,5 +70,10 @@ def test_records_of_one_day_get_numbers(tmp_path: Path) -> None:
 def test_roofline_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "roofline.png"
-    plot_roofline(Record("card", LIMITS, (GOOD, PLAIN)), path)
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for results in (
+        (GOOD, PLAIN),
+        (GOOD, replace(GOOD, id="prefill/m/v/7680"), replace(GOOD, id="attention/128k")),
+        (PLAIN,),
+    ):
+        plot_roofline(Record("card", LIMITS, results), path)
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
