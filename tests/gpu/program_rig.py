@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ MOST_OF_RANGE = 0.01
 CLOSE = 0.02
 """Router logits nearer than this part of their spread are no decision: BF16 inputs move them by as much."""
 GREEDY = SamplingParams.greedy()
-SLICE_LAYERS = 4
+SLICE_LAYERS = int(os.environ.get("NINFER_SLICE_LAYERS", "4"))
+"""Of the full-size models whose blocks are compared: three recurrent, one attention; 64 are all of a 27B."""
 SLICE_LIMITS = ProgramLimits(max_context=4096, n_pages=64, prefill_chunk=1024, logits_rows=1)
 
 
