@@ -181,15 +181,14 @@ def plot_roofline(record: Record, path: Path) -> None:
     limits = record.limits
     roof = np.minimum(intensity * limits.read_gbps / 1e3, limits.mma_tflops)
     axes.loglog(intensity, roof, color="black", label=f"{limits.read_gbps:,.0f} GB/s, {limits.mma_tflops:,.1f} TFLOP/s")
-    kinds = list(dict.fromkeys(point.kind for point in points))
-    identities = list(dict.fromkeys(point.identity for point in points))
-    for kind, marker in zip(kinds, itertools.cycle(_MARKERS), strict=False):
+    markers = dict(zip(dict.fromkeys(point.kind for point in points), itertools.cycle(_MARKERS), strict=False))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(point.identity for point in points))}
+    for kind, marker in markers.items():
         axes.plot([], [], marker, color="gray", label=kind)
-    for i, identity in enumerate(identities):
-        axes.plot([], [], "_", color=f"C{i}", markeredgewidth=5, label=identity)
+    for identity, colour in colours.items():
+        axes.plot([], [], "_", color=colour, markeredgewidth=5, label=identity)
     for point in points:
-        marker = _MARKERS[kinds.index(point.kind) % len(_MARKERS)]
-        axes.plot(point.intensity, point.tflops, marker, color=f"C{identities.index(point.identity)}", alpha=0.8)
+        axes.plot(point.intensity, point.tflops, markers[point.kind], color=colours[point.identity], alpha=0.8)
     named: list[Any] = []  # places on the page: a name that would lie on another is left out
     for point in points:
         place = axes.transData.transform((point.intensity, point.tflops))

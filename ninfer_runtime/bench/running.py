@@ -179,7 +179,8 @@ def has_draft_layer(path: Path) -> bool:
 
 
 def no_room(options: BenchOptions, room: Room) -> str | None:
-    """What the device lacks for a program with so much room; None when it lacks nothing."""
+    """What the device lacks for a program with so much room; None when it lacks nothing. UsageError for longer contexts
+    than the model was made for."""
     maker = backend(options.backend)
     with Artifact.open(options.path) as artifact:
         return _planned(maker, bind(artifact), options, room)[1]

@@ -445,4 +445,4 @@ def check_written(outcome: Outcome) -> None:
         if stored.dtype == np.uint16:
             steps[(from_bf16(stored.view(np.uint16)) - from_bf16(oracle.view(np.uint16))).abs().numpy() < 1e-5] = 0
         assert steps.max() <= 1, f"{stored.dtype}: {steps.max()} steps off"
-        assert (steps != 0).sum() <= 3 + 0.01 * steps.size
+        assert (steps != 0).sum() <= max(3, 0.01 * steps.size)  # three: of few scales one is soon more than 1 %
